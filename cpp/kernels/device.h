@@ -1,0 +1,31 @@
+// What the host code needs from a GPU. Without CUDA in the build each function reports that.
+#pragma once
+
+#include <cstdint>
+
+#include "cake/fused_moe.h"
+
+namespace cake::device {
+
+// Makes `index` the current CUDA device until destruction, then restores the former one.
+class CurrentDevice {
+ public:
+  explicit CurrentDevice(int32_t index);
+  ~CurrentDevice();
+  CurrentDevice(const CurrentDevice&) = delete;
+  CurrentDevice& operator=(const CurrentDevice&) = delete;
+
+  const Status& status() const { return status_; }
+
+ private:
+  Status status_;
+  int32_t former_ = -1;  // -1: nothing to restore
+};
+
+// Compute capability of `index`.
+Status compute_capability(int32_t index, int32_t* major, int32_t* minor);
+
+Status quantize(const QuantizeArguments& arguments);
+Status selftest(int32_t* out, int64_t count, void* stream);
+
+}  // namespace cake::device

@@ -1,0 +1,42 @@
+#include <gtest/gtest.h>
+
+#include "workspace.h"
+
+namespace cake {
+namespace {
+
+TEST(Workspace, NeverShrinksAndStaysUnder300MegabytesForAllTokenCounts) {
+  int64_t former = 0;
+  for (int32_t tokens = 0; tokens <= kMaxTokens; ++tokens) {
+    const int64_t bytes = workspace_bytes(kKimiK3, tokens);
+    ASSERT_GE(bytes, former) << tokens;
+    former = bytes;
+  }
+  EXPECT_LT(former, 300'000'000);
+}
+
+TEST(Workspace, RegionsAreAlignedAndDoNotOverlap) {
+  for (const int32_t tokens : {1, 2, 7, 8, 33, 1024, kMaxTokens}) {
+    const Workspace w(kKimiK3, tokens);
+    const Region* const regions[] = {&w.situ_beta,      &w.situ_linear_beta, &w.input_packed,
+                                     &w.input_sf,       &w.expert_offsets,   &w.expert_pairs,
+                                     &w.fc1_packed,     &w.fc1_sf,           &w.fc2_rows};
+    int64_t end = 0;
+    for (const Region* region : regions) {
+      EXPECT_EQ(region->offset % kWorkspaceAlignment, 0);
+      EXPECT_GE(region->offset, end);
+      EXPECT_GT(region->bytes, 0);
+      end = region->offset + region->bytes;
+    }
+    EXPECT_LE(end, w.total_bytes);
+  }
+}
+
+TEST(Workspace, ConstantsLieAtTheSamePlaceForEveryTokenCount) {
+  const Workspace one(kKimiK3, 1), most(kKimiK3, kMaxTokens);
+  EXPECT_EQ(one.situ_beta.offset, most.situ_beta.offset);
+  EXPECT_EQ(one.situ_linear_beta.offset, most.situ_linear_beta.offset);
+}
+
+}  // namespace
+}  // namespace cake

@@ -1,0 +1,448 @@
+// The operators torch.ops.cake.*, on LibTorch's stable ABI. The only file that knows torch: it
+// checks the tensors, takes device and stream, and calls the functions of cake/fused_moe.h.
+#include <dlfcn.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <array>
+#include <initializer_list>
+#include <optional>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "cake/fused_moe.h"
+#include "names.h"
+
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+namespace names = cake::names;
+
+// ---- Errors: "[cake:<class>] message"; errors.py makes the Python exception --------------------
+
+[[noreturn]] void raise(const char* python_class, const std::string& message) {
+  throw std::runtime_error(std::string("[cake:") + python_class + "] " + message);
+}
+
+void raise_if_error(const cake::Status& status) {
+  switch (status.code()) {
+    case cake::StatusCode::kOk:
+      return;
+    case cake::StatusCode::kInvalidArgument:
+      raise("ValueError", status.message());
+    case cake::StatusCode::kInvalidType:
+      raise("TypeError", status.message());
+    case cake::StatusCode::kUnsupported:
+      raise("Unsupported", status.message());
+    case cake::StatusCode::kRuntimeError:
+      raise("RuntimeError", status.message());
+  }
+}
+
+template <class... Parts>
+std::string text(const Parts&... parts) {
+  std::ostringstream stream;
+  (stream << ... << parts);
+  return std::move(stream).str();
+}
+
+std::string type_name(ScalarType type) {
+  switch (type) {
+    case ScalarType::Byte:
+      return "uint8";
+    case ScalarType::Char:
+      return "int8";
+    case ScalarType::Short:
+      return "int16";
+    case ScalarType::Int:
+      return "int32";
+    case ScalarType::Long:
+      return "int64";
+    case ScalarType::Half:
+      return "float16";
+    case ScalarType::Float:
+      return "float32";
+    case ScalarType::Double:
+      return "float64";
+    case ScalarType::Bool:
+      return "bool";
+    case ScalarType::BFloat16:
+      return "bfloat16";
+    case ScalarType::Float8_e4m3fn:
+      return "float8_e4m3fn";
+    case ScalarType::Float8_e5m2:
+      return "float8_e5m2";
+    case ScalarType::UInt16:
+      return "uint16";
+    case ScalarType::UInt32:
+      return "uint32";
+    case ScalarType::UInt64:
+      return "uint64";
+    default:
+      return text("torch scalar type ", static_cast<int>(type));
+  }
+}
+
+// ---- Checks -------------------------------------------------------------------------------------
+
+cake::Device device_of(const Tensor& tensor) {
+  return {tensor.is_cuda() ? cake::DeviceType::kCuda : cake::DeviceType::kCpu,
+          tensor.is_cuda() ? tensor.get_device_index() : 0};
+}
+
+std::string device_name(cake::Device device) {
+  return device.type == cake::DeviceType::kCpu ? "cpu" : text("cuda:", device.index);
+}
+
+template <class Sizes>
+std::string sizes_text(const Sizes& sizes) {
+  std::string out = "[";
+  for (size_t i = 0; i < sizes.size(); ++i) {
+    out += (i != 0 ? ", " : "") + std::to_string(sizes.begin()[i]);
+  }
+  return out + "]";
+}
+
+void check_type(const char* name, const Tensor& tensor, std::initializer_list<ScalarType> types) {
+  std::string expected;
+  for (ScalarType type : types) {
+    if (tensor.scalar_type() == type) {
+      return;
+    }
+    expected += (expected.empty() ? "" : " or ") + type_name(type);
+  }
+  raise("TypeError", text(name, ": expected ", expected, ", got ", type_name(tensor.scalar_type())));
+}
+
+void check_device(const char* name, const Tensor& tensor, cake::Device device) {
+  if (device_of(tensor) != device) {
+    raise("ValueError", text(name, ": expected a tensor on ", device_name(device),
+                             " like the first argument, got one on ", device_name(device_of(tensor))));
+  }
+}
+
+void check_sizes(const char* name, const Tensor& tensor, std::initializer_list<int64_t> sizes) {
+  bool same = static_cast<size_t>(tensor.dim()) == sizes.size();
+  for (size_t i = 0; same && i < sizes.size(); ++i) {
+    same = tensor.size(static_cast<int64_t>(i)) == sizes.begin()[i];
+  }
+  if (!same) {
+    raise("ValueError", text(name, ": expected shape ", sizes_text(sizes), ", got ",
+                             sizes_text(tensor.sizes())));
+  }
+}
+
+void check_contiguous(const char* name, const Tensor& tensor) {
+  if (!tensor.is_contiguous()) {
+    raise("ValueError", text(name, ": expected a contiguous tensor, got strides ",
+                             sizes_text(tensor.strides()), " for shape ", sizes_text(tensor.sizes()),
+                             "; call .contiguous()"));
+  }
+}
+
+void check_operand(const char* name, const Tensor& tensor, std::initializer_list<ScalarType> types,
+                   std::initializer_list<int64_t> sizes, cake::Device device) {
+  check_device(name, tensor, device);
+  check_type(name, tensor, types);
+  check_sizes(name, tensor, sizes);
+  check_contiguous(name, tensor);
+}
+
+// A matrix of bf16 rows: any stride between rows, none within.
+void check_rows(const char* name, const Tensor& tensor) {
+  check_type(name, tensor, {ScalarType::BFloat16});
+  if (tensor.dim() != 2) {
+    raise("ValueError", text(name, ": expected 2 dimensions, got shape ", sizes_text(tensor.sizes())));
+  }
+  if (tensor.size(1) > 1 && tensor.stride(1) != 1) {
+    raise("ValueError", text(name, ": expected a contiguous last dimension, got strides ",
+                             sizes_text(tensor.strides()), "; call .contiguous()"));
+  }
+}
+
+void check_workspace(const Tensor& workspace) {
+  check_type(names::kWorkspace, workspace, {ScalarType::Byte, ScalarType::Char});
+  if (workspace.dim() != 1) {
+    raise("ValueError", text(names::kWorkspace, ": expected 1 dimension, got shape ",
+                             sizes_text(workspace.sizes())));
+  }
+  check_contiguous(names::kWorkspace, workspace);
+}
+
+// ---- torch's threads and streams ----------------------------------------------------------------
+
+void run_on_torch_threads(int32_t num_workers, void (*body)(void*, int32_t), void* context) {
+  struct Job {
+    void (*body)(void*, int32_t);
+    void* context;
+  } job{body, context};
+  const auto range = [](int64_t begin, int64_t end, void* opaque) {
+    const auto& shared = *static_cast<Job*>(opaque);
+    for (int64_t worker = begin; worker < end; ++worker) {
+      shared.body(shared.context, static_cast<int32_t>(worker));
+    }
+  };
+  TORCH_ERROR_CODE_CHECK(torch_parallel_for(0, num_workers, 1, range, &job));
+}
+
+cake::CpuExecutor torch_executor() {
+  uint32_t threads = 1;
+  TORCH_ERROR_CODE_CHECK(torch_get_num_threads(&threads));
+  return {static_cast<int32_t>(threads), &run_on_torch_threads};
+}
+
+// The raw CUDA stream that torch has made current on a device. Both functions are looked up at run
+// time, because CPU-only torch has neither and torch < 2.13 not the second.
+class StreamLookup {
+ public:
+  StreamLookup()
+      : current_cuda_(reinterpret_cast<CurrentCuda>(
+            find("libtorch_cuda.so", "aoti_torch_get_current_cuda_stream"))),
+        native_handle_(reinterpret_cast<NativeHandle>(
+            find("libtorch_cpu.so", "torch_stream_native_handle"))) {}
+
+  void* current(int32_t device) const {
+    void* stream = nullptr;
+    if (current_cuda_ != nullptr) {
+      TORCH_ERROR_CODE_CHECK(current_cuda_(device, &stream));
+    } else if (native_handle_ != nullptr) {
+      StreamHandle handle = nullptr;
+      TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_stream(device, &handle));
+      const AOTITorchError failed = native_handle_(handle, &stream);
+      aoti_torch_delete_stream(handle);
+      TORCH_ERROR_CODE_CHECK(failed);
+    } else {
+      raise("Unsupported", "device: this torch has no way to tell its current CUDA stream; "
+                           "install a CUDA build of torch 2.10 or newer");
+    }
+    return stream;
+  }
+
+ private:
+  using CurrentCuda = AOTITorchError (*)(int32_t, void**);
+  using NativeHandle = AOTITorchError (*)(StreamHandle, void**);
+
+  static void* find(const char* library, const char* symbol) {
+    if (void* found = dlsym(RTLD_DEFAULT, symbol)) {
+      return found;
+    }
+    void* loaded = dlopen(library, RTLD_NOW | RTLD_NOLOAD);
+    return loaded != nullptr ? dlsym(loaded, symbol) : nullptr;
+  }
+
+  CurrentCuda current_cuda_;
+  NativeHandle native_handle_;
+};
+
+void* current_stream(cake::Device device) {
+  if (device.type == cake::DeviceType::kCpu) {
+    return nullptr;
+  }
+  static const StreamLookup lookup;
+  return lookup.current(device.index);
+}
+
+// ---- Operators ----------------------------------------------------------------------------------
+
+void fused_moe(const Tensor& input, const Tensor& topk_ids, const Tensor& topk_weights,
+               const Tensor& w13, const Tensor& w2, const Tensor& input_scale, const Tensor& w13_sf,
+               const Tensor& fc1_alpha, const Tensor& fc2_input_scale, const Tensor& w2_sf,
+               const Tensor& fc2_alpha, const std::optional<Tensor>& situ_beta,
+               const std::optional<Tensor>& situ_linear_beta, const Tensor& output,
+               const Tensor& workspace) {
+  constexpr cake::Shape shape = cake::kKimiK3;
+  constexpr int64_t h = shape.hidden;
+  constexpr int64_t i = shape.intermediate;
+  constexpr int64_t e = shape.num_experts;
+  constexpr int64_t group = cake::kGroupSize;
+  static constexpr std::initializer_list<ScalarType> kFloat = {ScalarType::Float};
+  static constexpr std::initializer_list<ScalarType> kCodes = {ScalarType::Byte};
+  static constexpr std::initializer_list<ScalarType> kScales = {ScalarType::Byte, ScalarType::Float8_e4m3fn};
+
+  const cake::Device device = device_of(input);
+  check_rows(names::kInput, input);
+  const int64_t tokens = input.size(0);
+  if (tokens > cake::kMaxTokens || input.size(1) != h) {
+    raise("ValueError", text(names::kInput, ": expected shape [T, ", h, "] with T from 0 to ",
+                             cake::kMaxTokens, ", got ", sizes_text(input.sizes())));
+  }
+  check_operand(names::kTopkIds, topk_ids, {ScalarType::Int, ScalarType::Long},
+                {tokens, shape.top_k}, device);
+  check_operand(names::kTopkWeights, topk_weights, {ScalarType::BFloat16, ScalarType::Float},
+                {tokens, shape.top_k}, device);
+  check_operand(names::kW13, w13, kCodes, {e, 2 * i, h / 2}, device);
+  check_operand(names::kW2, w2, kCodes, {e, h, i / 2}, device);
+  check_device(names::kInputScale, input_scale, device);
+  check_type(names::kInputScale, input_scale, kFloat);
+  if (input_scale.numel() != 1) {
+    raise("ValueError", text(names::kInputScale, ": expected 1 element, got shape ",
+                             sizes_text(input_scale.sizes())));
+  }
+  check_operand(names::kW13Sf, w13_sf, kScales, {e, 2 * i, h / group}, device);
+  check_operand(names::kFc1Alpha, fc1_alpha, kFloat, {e}, device);
+  check_operand(names::kFc2InputScale, fc2_input_scale, kFloat, {e}, device);
+  check_operand(names::kW2Sf, w2_sf, kScales, {e, h, i / group}, device);
+  check_operand(names::kFc2Alpha, fc2_alpha, kFloat, {e}, device);
+  if (situ_beta) {
+    check_operand(names::kSituBeta, *situ_beta, kFloat, {e}, device);
+  }
+  if (situ_linear_beta) {
+    check_operand(names::kSituLinearBeta, *situ_linear_beta, kFloat, {e}, device);
+  }
+  check_operand(names::kOutput, output, {ScalarType::BFloat16}, {tokens, h}, device);
+  check_device(names::kWorkspace, workspace, device);
+  check_workspace(workspace);
+
+  const auto floats = [](const Tensor& tensor) {
+    return static_cast<const float*>(tensor.const_data_ptr());
+  };
+  const cake::CpuExecutor executor = torch_executor();
+  cake::Arguments arguments;
+  arguments.num_tokens = static_cast<int32_t>(tokens);
+  arguments.device = device;
+  arguments.stream = current_stream(device);
+  arguments.executor = &executor;
+  arguments.input = input.const_data_ptr();
+  arguments.input_stride = input.stride(0);
+  arguments.topk_ids = topk_ids.const_data_ptr();
+  arguments.topk_ids_type =
+      topk_ids.scalar_type() == ScalarType::Long ? cake::IdType::kInt64 : cake::IdType::kInt32;
+  arguments.topk_weights = topk_weights.const_data_ptr();
+  arguments.topk_weights_type = topk_weights.scalar_type() == ScalarType::Float
+                                    ? cake::WeightType::kFloat32
+                                    : cake::WeightType::kBFloat16;
+  arguments.w13 = w13.const_data_ptr();
+  arguments.w13_sf = w13_sf.const_data_ptr();
+  arguments.w2 = w2.const_data_ptr();
+  arguments.w2_sf = w2_sf.const_data_ptr();
+  arguments.input_scale = floats(input_scale);
+  arguments.fc1_alpha = floats(fc1_alpha);
+  arguments.fc2_input_scale = floats(fc2_input_scale);
+  arguments.fc2_alpha = floats(fc2_alpha);
+  arguments.situ_beta = situ_beta ? floats(*situ_beta) : nullptr;
+  arguments.situ_linear_beta = situ_linear_beta ? floats(*situ_linear_beta) : nullptr;
+  arguments.output = output.mutable_data_ptr();
+  arguments.workspace = workspace.mutable_data_ptr();
+  arguments.workspace_bytes = workspace.numel();
+  raise_if_error(cake::run(arguments));
+}
+
+void quantize_nvfp4(const Tensor& input, const Tensor& input_scale, const Tensor& packed,
+                    const Tensor& sf) {
+  const cake::Device device = device_of(input);
+  check_rows(names::kInput, input);
+  const int64_t rows = input.size(0);
+  const int64_t columns = input.size(1);
+  check_device("input_scale", input_scale, device);
+  check_type("input_scale", input_scale, {ScalarType::Float});
+  if (input_scale.numel() != 1) {
+    raise("ValueError", text("input_scale: expected 1 element, got shape ",
+                             sizes_text(input_scale.sizes())));
+  }
+  check_operand("packed", packed, {ScalarType::Byte}, {rows, columns / 2}, device);
+  check_operand("sf", sf, {ScalarType::Byte, ScalarType::Float8_e4m3fn},
+                {rows, columns / cake::kGroupSize}, device);
+  const cake::CpuExecutor executor = torch_executor();
+  cake::QuantizeArguments arguments;
+  arguments.input = input.const_data_ptr();
+  arguments.rows = rows;
+  arguments.columns = columns;
+  arguments.input_stride = input.stride(0);
+  arguments.input_scale = static_cast<const float*>(input_scale.const_data_ptr());
+  arguments.packed = packed.mutable_data_ptr();
+  arguments.sf = sf.mutable_data_ptr();
+  arguments.device = device;
+  arguments.stream = current_stream(device);
+  arguments.executor = &executor;
+  raise_if_error(cake::quantize_nvfp4(arguments));
+}
+
+int32_t token_count(int64_t num_tokens) {
+  if (num_tokens < 0 || num_tokens > cake::kMaxTokens) {
+    raise("ValueError",
+          text("num_tokens: expected 0 to ", cake::kMaxTokens, ", got ", num_tokens));
+  }
+  return static_cast<int32_t>(num_tokens);
+}
+
+int64_t workspace_size(int64_t max_num_tokens) {
+  return cake::workspace_bytes(cake::kKimiK3, token_count(max_num_tokens));
+}
+
+void prepare_workspace(const Tensor& workspace, std::vector<int64_t> num_tokens) {
+  check_workspace(workspace);
+  const cake::Device device = device_of(workspace);
+  for (const int64_t count : num_tokens) {
+    raise_if_error(cake::prepare(cake::kKimiK3, workspace.mutable_data_ptr(), workspace.numel(),
+                                 token_count(count), device, current_stream(device)));
+  }
+}
+
+// device_index: -1 for the CPU.
+void release_workspace(int64_t address, int64_t device_index) {
+  const cake::Device device{
+      device_index < 0 ? cake::DeviceType::kCpu : cake::DeviceType::kCuda,
+      device_index < 0 ? 0 : static_cast<int32_t>(device_index)};
+  cake::release(reinterpret_cast<const void*>(address), device);
+}
+
+void selftest(const Tensor& out) {
+  check_type("out", out, {ScalarType::Int});
+  check_contiguous("out", out);
+  if (out.numel() > 0) {
+    raise_if_error(cake::run_selftest(static_cast<int32_t*>(out.mutable_data_ptr()), out.numel(),
+                                  device_of(out), current_stream(device_of(out))));
+  }
+}
+
+// Empty when a GPU of this compute capability is supported, else the reason.
+std::string cuda_support(int64_t major, int64_t minor) {
+  return cake::cuda_support(static_cast<int32_t>(major), static_cast<int32_t>(minor)).message();
+}
+
+std::string build_info() { return cake::build_info(); }
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY(cake, m) {
+  // The whole routed-SiTU operation of one TP8 rank; writes `output`, uses `workspace` as scratch.
+  m.def(
+      "fused_moe(Tensor input, Tensor topk_ids, Tensor topk_weights, Tensor w13, Tensor w2, "
+      "Tensor input_scale, Tensor w13_sf, Tensor fc1_alpha, Tensor fc2_input_scale, Tensor w2_sf, "
+      "Tensor fc2_alpha, Tensor? situ_beta, Tensor? situ_linear_beta, Tensor(a!) output, "
+      "Tensor(b!) workspace) -> ()");
+  // BF16 rows to NVFP4 codes and linear block scales, recipe P.
+  m.def(
+      "quantize_nvfp4(Tensor input, Tensor input_scale, Tensor(a!) packed, Tensor(b!) sf) -> ()");
+  m.def("workspace_size(int max_num_tokens) -> int");
+  m.def("prepare_workspace(Tensor(a!) workspace, int[] num_tokens) -> ()");
+  m.def("release_workspace(int address, int device_index) -> ()");
+  // Fills `out` with 1000 * compute capability of the code that ran + index % 1000.
+  m.def("selftest(Tensor(a!) out) -> ()");
+  m.def("cuda_support(int major, int minor) -> str");
+  m.def("build_info() -> str");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(cake, CPU, m) {
+  m.impl("fused_moe", TORCH_BOX(&fused_moe));
+  m.impl("quantize_nvfp4", TORCH_BOX(&quantize_nvfp4));
+  m.impl("prepare_workspace", TORCH_BOX(&prepare_workspace));
+  m.impl("selftest", TORCH_BOX(&selftest));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(cake, CUDA, m) {
+  m.impl("fused_moe", TORCH_BOX(&fused_moe));
+  m.impl("quantize_nvfp4", TORCH_BOX(&quantize_nvfp4));
+  m.impl("prepare_workspace", TORCH_BOX(&prepare_workspace));
+  m.impl("selftest", TORCH_BOX(&selftest));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(cake, CompositeExplicitAutograd, m) {
+  m.impl("workspace_size", TORCH_BOX(&workspace_size));
+  m.impl("release_workspace", TORCH_BOX(&release_workspace));
+  m.impl("cuda_support", TORCH_BOX(&cuda_support));
+  m.impl("build_info", TORCH_BOX(&build_info));
+}

@@ -1,0 +1,17 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+GOLDEN = Path(__file__).resolve().parents[1] / "testdata" / "golden"
+
+Golden = Callable[[str], dict[str, np.ndarray]]
+
+
+@pytest.fixture
+def golden() -> Golden:
+    """Loader of testdata/golden: `golden("perm")["fc1_src_768"]`."""
+    return lambda name: {path.stem: np.load(path) for path in (GOLDEN / name).glob("*.npy")}

@@ -1,0 +1,233 @@
+"""The checks of ci/ find what they look for: planted violations, and listings with known faults."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import zipfile
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+CI = Path(__file__).resolve().parents[1] / "ci"
+
+
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, CI / f"{name}.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+layers = load("check_layers")
+binary = load("check_binary")
+
+
+def plant(root: Path, files: dict[str, str]) -> list[str]:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return layers.violations(root)
+
+
+K = "cpp/kernels"
+
+# What is planted -> the beginning of the one line that must be printed.
+VIOLATIONS: dict[str, tuple[dict[str, str], str]] = {
+    "torch": ({f"{K}/a.cpp": "#include <torch/library.h>\n"}, f"{K}/a.cpp:1: torch: "),
+    "ATen": ({f"{K}/a.cpp": '\n#include "ATen/ATen.h"\n'}, f"{K}/a.cpp:2: torch: "),
+    "c10": ({"cpp/a.h": "#  include <c10/util/Half.h>\n"}, "cpp/a.h:1: torch: "),
+    "ptx": ({f"{K}/ptx/a.cuh": '#include "common/nvfp4.h"\n'}, f"{K}/ptx/a.cuh:1: ptx: "),
+    "ptx, public": ({f"{K}/ptx/a.cuh": "#include <cake/status.h>\n"}, f"{K}/ptx/a.cuh:1: ptx: "),
+    "ptx, sibling": (
+        {f"{K}/ptx/a.cuh": '#include "b.cuh"\n', f"{K}/ptx/b.cuh": ""},
+        f"{K}/ptx/a.cuh:1: ptx: ",
+    ),
+    "stage": ({f"{K}/fc1/a.cu": '#include "routing/config.h"\n'}, f"{K}/fc1/a.cu:1: stage: "),
+    "stage, beside": (
+        {f"{K}/fc1/a.cu": '\n#include "../fc2/config.h"\n'},
+        f"{K}/fc1/a.cu:2: stage: ",
+    ),
+    "stage, long": (
+        {f"{K}/fc1/a.cu": '#include "kernels/fc2/b.h"\n', f"{K}/fc2/b.h": ""},
+        f"{K}/fc1/a.cu:1: stage: ",
+    ),
+    "stage, cpu": ({f"{K}/fc1/a.cu": '#include "cpu/b.h"\n'}, f"{K}/fc1/a.cu:1: stage: "),
+    "cuh": ({f"{K}/a.cpp": '#include "ptx/tma.cuh"\n'}, f"{K}/a.cpp:1: cuh: "),
+    "asm": ({f"{K}/a.h": '// asm("")\nvoid f() { asm volatile("nop;"); }\n'}, f"{K}/a.h:2: asm: "),
+    "asm, bare": ({f"{K}/a.h": '/*\n*/ void f() { asm("nop;"); }\n'}, f"{K}/a.h:2: asm: "),
+    "length": ({"src/cake/a.py": "\n" * 401}, "src/cake/a.py:401: length: "),
+    "optional": (
+        {"src/cake/__init__.py": "import torch\nimport rich.table\n"},
+        "src/cake/__init__.py:2: optional: ",
+    ),
+    "optional, in two steps": (
+        {
+            "src/cake/__init__.py": "from cake import api\n",
+            "src/cake/api.py": "from .layout import row_map\n",
+            "src/cake/layout.py": "try:\n    from numpy import array\nexcept ImportError:\n    0\n",
+        },
+        "src/cake/layout.py:2: optional: ",
+    ),
+    "api": (
+        {"src/cake/api.py": "def f():\n    from .integrations import vllm\n"},
+        "src/cake/api.py:2: api: ",
+    ),
+}
+
+ALLOWED: dict[str, dict[str, str]] = {
+    "torch ops": {"cpp/torch_ops.cpp": "#include <torch/csrc/stable/library.h>\n"},
+    "foreign torch-like": {f"{K}/a.cpp": "#include <torchlight/a.h>\n"},
+    "ptx system": {f"{K}/ptx/tma.cuh": 'void f() { asm volatile("nop;"); }\n#include <cstdint>'},
+    "own stage": {
+        f"{K}/fc1/launch.cu": '#include "config.h"\n#include "fc1/kernel.cuh"\n',
+        f"{K}/fc1/config.h": '#include "../common/nvfp4.h"\n',
+    },
+    "orchestrator": {
+        f"{K}/cpu/fused_moe_cpu.cpp": '#include "cpu/quantize.h"\n#include "finalize.h"\n',
+        f"{K}/fused_moe.cpp": '#include "quantize/launch.h"\n#include "cpu/stages.h"\n',
+    },
+    "asm in words": {f"{K}/a.cpp": '// asm(\nconst char* s = "asm (";\nint plasma(int);\n'},
+    "optional inside": {
+        "src/cake/__init__.py": "def f():\n    import rich\ndef g(n):\n    import numpy\n",
+    },
+    "optional elsewhere": {"src/cake/__init__.py": "", "src/cake/demo.py": "import rich\n"},
+    "optional for types": {
+        "src/cake/__init__.py": "import typing\nif typing.TYPE_CHECKING:\n    import rich\n",
+    },
+    "length": {"src/cake/long.py": "\n" * 400},
+    "not ours": {"build/a.py": "\n" * 500, ".venv/a.py": "\n" * 500},
+}
+
+
+@pytest.mark.parametrize("name", VIOLATIONS)
+def test_violation_is_found(tmp_path: Path, name: str) -> None:
+    files, expected = VIOLATIONS[name]
+    found = plant(tmp_path, files)
+    assert [line[: len(expected)] for line in found] == [expected], found
+
+
+@pytest.mark.parametrize("name", ALLOWED)
+def test_allowed_is_not_flagged(tmp_path: Path, name: str) -> None:
+    assert plant(tmp_path, ALLOWED[name]) == []
+
+
+def test_this_repository_keeps_its_layers() -> None:
+    assert layers.violations(CI.parent) == []
+
+
+def symbol(name: str, bind: str = "GLOBAL", defined: bool = False) -> object:
+    return binary.Symbol(name, bind, defined)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "_ZN3c105ErrorC1Ev",
+        "_ZNK2at6Tensor3dimEv",
+        "_ZTIN3c105ErrorE",
+        "_Z3addRKN2at6TensorE",
+        "_ZN5torch3jit4loadEv",
+        "aoti_torch_get_current_cuda_stream",
+        "PyLong_AsLong",
+        "_Py_Dealloc",
+        "cudaLaunchKernel",
+        "cuTensorMapEncodeTiled",
+        "__cudaRegisterFunction",
+    ],
+)
+def test_foreign_symbol_is_found(name: str) -> None:
+    assert len(binary.foreign_symbols([symbol(name)])) == 1
+    assert binary.foreign_symbols([symbol(name, defined=True)]) == []
+
+
+def test_symbols_that_may_be_undefined() -> None:
+    names = [
+        "aoti_torch_get_dtype",
+        "aoti_torch_device_type_cuda",
+        "torch_library_impl",
+        "_ZNSt13runtime_errorD1Ev",
+        "memcpy",
+    ]
+    names += ["_ZNSt6vectorIiSaIiEE2atEm", "cuberoot"]
+    weak = [symbol("aoti_torch_get_current_cuda_stream", "WEAK"), symbol("__gmon_start__", "WEAK")]
+    assert binary.foreign_symbols([*map(symbol, names), *weak]) == []
+
+
+def test_exports() -> None:
+    allowed = [
+        symbol("cake_build_info", defined=True),
+        symbol("_ZTISt11_Mutex_baseILN9__gnu_cxx12_Lock_policyE2EE", "WEAK", True),
+        symbol("_ZZNSt8__detail18__to_chars_10_implIjEEvPcjT_E8__digits", "LOOS", True),
+        symbol("memcpy"),
+    ]
+    assert binary.foreign_exports(allowed) == []
+    hidden = [
+        symbol("_ZN4cake9fused_moeEv", defined=True),
+        symbol("_ZN4cake6StatusD1Ev", "WEAK", True),
+        symbol("cudaMalloc", defined=True),
+    ]
+    assert len(binary.foreign_exports(hidden)) == 3
+
+
+def test_newest_version() -> None:
+    versions = {"GLIBC_2.2.5", "GLIBC_2.34", "GLIBC_2.4", "GLIBCXX_3.4.26", "GLIBC_PRIVATE"}
+    assert binary.newest(versions, "GLIBC") == (2, 34)
+    assert binary.newest(versions, "GLIBCXX") == (3, 4, 26)
+    assert binary.newest(versions, "CXXABI") == (0,)
+    assert binary.CEILINGS["GLIBC"] < (2, 35)
+
+
+def test_needed() -> None:
+    allowed = ["libtorch.so", "libstdc++.so.6", "libm.so.6", "libc.so.6", "ld-linux-x86-64.so.2"]
+    assert all(binary.NEEDED.fullmatch(n) for n in [*allowed, "ld-linux-aarch64.so.1"])
+    foreign = ["libtorch_cuda.so", "libcuda.so.1", "libcudart.so.13", "libc10.so", "libpython3.so"]
+    assert not any(binary.NEEDED.fullmatch(n) for n in foreign)
+
+
+def listing(archs: list[str], kernel: str) -> str:
+    """What cuobjdump prints of these architectures."""
+    one = f"""
+Fatbin elf code:
+================
+arch = {{}}
+code version = [1,8]
+compressed
+
+symbols:
+OBJECT        WEAK    DEFAULT    -                                 U  .nv.reservedSmem.offset0
+FUNC          WEAK    DEFAULT    -                                    $__internal_0_$__div_u64
+FUNC          GLOBAL  DEFAULT    ENTRY                                {kernel}
+"""
+    return "".join(one.format(arch) for arch in archs)
+
+
+def test_cubins() -> None:
+    full = binary.parse_kernels(listing(["sm_90a", "sm_100a", "sm_103a"], "_Z4scale"))
+    assert full == {"_Z4scale": {"sm_90a", "sm_100a", "sm_103a"}}
+    assert binary.missing_cubins(full) == []
+    part = binary.parse_kernels(listing(["sm_90a", "sm_100a"], "_Z4scale"))
+    assert binary.missing_cubins(part) == ["_Z4scale: no sm_103a"]
+    assert binary.missing_cubins({}) == ["no kernel at all"]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "archs"),
+    [("_Z8fc1_sm90", {"sm_90a"}), ("_Z9fc1_sm100", {"sm_100a", "sm_103a"})],
+)
+def test_cubins_of_one_generation(kernel: str, archs: set[str]) -> None:
+    assert binary.missing_cubins({kernel: archs}) == []
+    assert len(binary.missing_cubins({kernel: set()})) == len(archs)
+
+
+def test_wheel_without_library(tmp_path: Path) -> None:
+    wheel = tmp_path / "cake_moe-0.1.0-cp311-cp311-linux_x86_64.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("cake/__init__.py", "")
+    report = binary.check_wheel(wheel, cpu_only=True)
+    failed = [line.split()[1] for line in report.lines if line.startswith("FAIL")]
+    assert failed == ["tag", "libraries"]

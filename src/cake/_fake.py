@@ -1,0 +1,99 @@
+"""Fake kernels: the shape rules of the operators, for tracing (torch.compile, export).
+
+The real kernels check more (devices, strides, overlap); these check what tracing knows, and never
+guard on the number of tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cake.support import GROUP_SIZE, KIMI_K3
+
+_SF_DTYPES = (torch.uint8, torch.float8_e4m3fn)
+
+
+def _check(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], *sizes: int) -> None:
+    torch._check_type(
+        tensor.dtype in dtypes,
+        lambda: f"{name}: expected {' or '.join(map(str, dtypes))}, got {tensor.dtype}",
+    )
+    torch._check(
+        tensor.dim() == len(sizes),
+        lambda: f"{name}: expected {len(sizes)} dimensions, got shape {list(tensor.shape)}",
+    )
+    for actual, expected in zip(tensor.shape, sizes, strict=True):
+        torch._check(
+            actual == expected,
+            lambda: f"{name}: expected shape {list(sizes)}, got {list(tensor.shape)}",
+        )
+
+
+@torch.library.register_fake("cake::fused_moe")
+def _fused_moe(
+    input: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    input_scale: Tensor,
+    w13_sf: Tensor,
+    fc1_alpha: Tensor,
+    fc2_input_scale: Tensor,
+    w2_sf: Tensor,
+    fc2_alpha: Tensor,
+    situ_beta: Tensor | None,
+    situ_linear_beta: Tensor | None,
+    output: Tensor,
+    workspace: Tensor,
+) -> None:
+    h, i, e, k = KIMI_K3.hidden, KIMI_K3.intermediate, KIMI_K3.num_experts, KIMI_K3.top_k
+    tokens = input.shape[0]
+    _check("input", input, (torch.bfloat16,), tokens, h)
+    _check("token_selected_experts", topk_ids, (torch.int32, torch.int64), tokens, k)
+    _check("token_final_scales", topk_weights, (torch.bfloat16, torch.float32), tokens, k)
+    _check("fc1_expert_weights", w13, (torch.uint8,), e, 2 * i, h // 2)
+    _check("fc2_expert_weights", w2, (torch.uint8,), e, h, i // 2)
+    torch._check(
+        input_scale.numel() == 1,
+        lambda: f"quant_scales[0]: expected 1 element, got shape {list(input_scale.shape)}",
+    )
+    _check("quant_scales[1]", w13_sf, _SF_DTYPES, e, 2 * i, h // GROUP_SIZE)
+    _check("quant_scales[4]", w2_sf, _SF_DTYPES, e, h, i // GROUP_SIZE)
+    per_expert = {
+        "quant_scales[2]": fc1_alpha,
+        "quant_scales[3]": fc2_input_scale,
+        "quant_scales[5]": fc2_alpha,
+        "situ_beta": situ_beta,
+        "situ_linear_beta": situ_linear_beta,
+    }
+    for name, tensor in per_expert.items():
+        if tensor is not None:
+            _check(name, tensor, (torch.float32,), e)
+    _check("output", output, (torch.bfloat16,), tokens, h)
+    _check("workspace_buffer", workspace, (torch.uint8, torch.int8), workspace.shape[0])
+
+
+@torch.library.register_fake("cake::quantize_nvfp4")
+def _quantize_nvfp4(input: Tensor, input_scale: Tensor, packed: Tensor, sf: Tensor) -> None:
+    rows, columns = input.shape
+    torch._check(
+        columns % GROUP_SIZE == 0,
+        lambda: f"input: expected columns a multiple of {GROUP_SIZE}, got {columns}",
+    )
+    _check("input", input, (torch.bfloat16,), rows, columns)
+    _check("packed", packed, (torch.uint8,), rows, columns // 2)
+    _check("sf", sf, _SF_DTYPES, rows, columns // GROUP_SIZE)
+
+
+@torch.library.register_fake("cake::prepare_workspace")
+def _prepare_workspace(workspace: Tensor, num_tokens: list[int]) -> None:
+    _check("workspace_buffer", workspace, (torch.uint8, torch.int8), workspace.shape[0])
+
+
+@torch.library.register_fake("cake::selftest")
+def _selftest(out: Tensor) -> None:
+    torch._check_type(
+        out.dtype == torch.int32, lambda: f"out: expected torch.int32, got {out.dtype}"
+    )

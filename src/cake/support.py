@@ -1,0 +1,57 @@
+"""What cake supports: the geometry, the token counts, the devices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from cake import _library  # noqa: F401  (loads torch.ops.cake)
+
+GROUP_SIZE = 16
+"""Elements that share one NVFP4 block scale."""
+
+MAX_TOKENS = 16384
+TP_SIZE = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """Sizes of the routed experts on one tensor-parallel rank."""
+
+    hidden: int
+    intermediate: int
+    num_experts: int
+    top_k: int
+
+
+KIMI_K3 = Geometry(hidden=3584, intermediate=384, num_experts=896, top_k=16)
+
+
+def is_supported(device: torch.device | str | int | None = None) -> tuple[bool, str]:
+    """Tell whether `cutlass_fused_moe` runs on a device.
+
+    Parameters
+    ----------
+    device : torch.device, str, int or None
+        None: the current CUDA device when there is one, else the CPU. An int is a CUDA index.
+
+    Returns
+    -------
+    (bool, str)
+        Whether it runs, and a sentence that says why or why not. Never raises for a device that
+        torch can name; starts no CUDA context for a CPU device.
+    """
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    if device.type == "cpu":
+        return True, "cpu: exact multi-threaded path"
+    if device.type != "cuda":
+        return False, f"device: expected cpu or cuda, got {device}"
+    if not torch.cuda.is_available():
+        return False, f"device: torch {torch.__version__} finds no CUDA GPU"
+    if device.index is not None and device.index >= torch.cuda.device_count():
+        return False, f"device: expected an index below {torch.cuda.device_count()}, got {device}"
+    reason = str(torch.ops.cake.cuda_support(*torch.cuda.get_device_capability(device)))
+    return not reason, reason or f"{torch.cuda.get_device_name(device)}: native kernels"

@@ -1,0 +1,85 @@
+"""Caller-owned workspaces: how large, and which buffers count as prepared.
+
+The library keeps a table of prepared buffers by address and size. An address says nothing once its
+memory was freed, so this module ties each entry to the torch storage that owns the memory: the
+entry goes when the storage dies, and a buffer counts as prepared only while it has the very storage
+that was prepared.
+"""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from cake import errors, support
+
+# (device index or -1, address) -> the storage that was prepared there
+_owners: dict[tuple[int, int], weakref.ref[torch.UntypedStorage]] = {}
+
+
+def _place(workspace: Tensor) -> tuple[int, int]:
+    device = workspace.device
+    return (-1 if device.type == "cpu" else int(device.index or 0)), workspace.data_ptr()
+
+
+def _forget(place: tuple[int, int], owner: weakref.ref[torch.UntypedStorage]) -> None:
+    if _owners.get(place) is owner:
+        del _owners[place]
+        torch.ops.cake.release_workspace(place[1], place[0])
+
+
+def _own(workspace: Tensor) -> None:
+    """Tie the workspace's table entries to the life of its storage."""
+    place = _place(workspace)
+    storage = workspace.untyped_storage()
+    former = _owners.get(place)
+    if former is not None and former() is storage:
+        return
+    if former is not None:  # its memory moved elsewhere without the storage dying
+        _forget(place, former)
+    _owners[place] = weakref.ref(storage, lambda owner: _forget(place, owner))
+
+
+def forget_if_moved(workspace: Tensor) -> None:
+    """Drop the entry at this address unless `workspace` has the storage that was prepared."""
+    place = _place(workspace)
+    owner = _owners.get(place)
+    if owner is None:
+        torch.ops.cake.release_workspace(place[1], place[0])
+    elif owner() is not workspace.untyped_storage():
+        _forget(place, owner)
+
+
+def token_counts(num_tokens: int | Iterable[int], name: str) -> list[int]:
+    """Return the token counts as a list of ints in 0..16384.
+
+    Raises
+    ------
+    DTypeError
+        Not an integer (a bool is not one) and not an iterable of integers.
+    ValueError
+        A count outside 0..16384.
+    """
+    counts = []
+    for count in num_tokens if isinstance(num_tokens, Iterable) else [num_tokens]:
+        if isinstance(count, bool) or not hasattr(count, "__index__"):
+            raise errors.DTypeError(f"{name}: expected an integer, got {count!r}")
+        value = operator.index(count)
+        if not 0 <= value <= support.MAX_TOKENS:
+            raise ValueError(f"{name}: expected 0 to {support.MAX_TOKENS}, got {value}")
+        counts.append(value)
+    return counts
+
+
+def prepare(workspace: Tensor, counts: list[int]) -> None:
+    """Prepare a workspace for each of the token counts and tie that to its storage."""
+    try:
+        torch.ops.cake.prepare_workspace(workspace, counts)
+    except RuntimeError as error:
+        raise errors.translate(error) from None
+    if any(counts):
+        _own(workspace)
