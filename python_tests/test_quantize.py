@@ -152,6 +152,13 @@ def test_intermediate_flushes_subnormal_products():
     assert qz.unpack_e2m1(packed).tolist() == [0, 7] + [0] * 14
 
 
+def test_intermediate_scale_keeps_the_order_of_the_products():
+    # amax * q / 6 is next to the ties 50 and 19; (q / 6) * amax and (amax / 6) * q fall elsewhere.
+    a = torch.zeros(2, 16)
+    a[:, 0] = torch.tensor([float.fromhex("0x1.652494p+3"), float.fromhex("0x1.0f6db6p+2")])
+    assert qz.quantize_intermediate(a, 26.88)[1].tolist() == [[100], [90]]
+
+
 def test_scales_broadcast_over_leading_dimensions():
     x = torch.randn(3, 5, 32, generator=torch.Generator().manual_seed(1)).bfloat16()
     q = torch.tensor([1.0, 50.0, 613.7])

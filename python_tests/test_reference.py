@@ -10,7 +10,8 @@ import torch
 from conftest import Golden
 from torch import Tensor
 
-from cake.testing.numeric import bitwise_difference, compare_codes
+from cake.layout import deinterleave_scales, interleave_scales
+from cake.testing.numeric import bitwise_difference, check_outputs, compare_codes
 from cake.testing.reference import Stages, finalize, fused_moe_reference, unquantized_reference
 
 
@@ -181,6 +182,20 @@ def test_codes_bear_a_small_activation_error(tiny: TinyLayer) -> None:
         other.input_codes, other.input_scales, stages.input_codes, stages.input_scales
     )
     assert figures.max_scale_step <= 1 and figures.max_code_step <= 1
+
+
+def test_swapped_gate_and_up_fail_the_output_gates(tiny: TinyLayer) -> None:
+    def swap(rows: Tensor) -> Tensor:  # groups of 8 prepared rows are up, gate, up, gate
+        return rows.unflatten(1, (-1, 2, 8)).flip(2).flatten(1, 3)
+
+    sf = interleave_scales(swap(deinterleave_scales(tiny.scales[1])))
+    scales = [tiny.scales[0], sf, *tiny.scales[2:]]
+    swapped = tiny.stages(w13=swap(tiny.arrays["w1"]), quant_scales=scales)
+    plain = tiny.stages()
+    assert bitwise_difference(swapped.up_accumulator, plain.gate_accumulator) is None
+    with pytest.raises(AssertionError, match=r"relative rms.*calc_diff.*worst row.*outliers"):
+        check_outputs(swapped.output, plain.output)
+    check_outputs(plain.output, tiny.arrays["out_bf16"])
 
 
 def test_unquantized_reference_is_near_and_not_equal(tiny: TinyLayer) -> None:

@@ -182,7 +182,8 @@ def test_scales_are_not_unit_and_distinct(name: str, request: pytest.FixtureRequ
     assert scales[0].shape == (1,) and float(scales[0]) != 1.0
     for per_expert in (scales[2], scales[3], scales[5]):
         assert per_expert.shape == (32,)
-        assert bool((per_expert.diff() != 0).all())
+        assert per_expert.unique().numel() >= 7  # of 32; the spread of activation scales has 7
+    assert bool((scales[3].diff() != 0).all())
     dx = 1 / scales[0]
     torch.testing.assert_close(scales[2], dx * prepared.w13_scale)
     torch.testing.assert_close(scales[5], prepared.w2_scale / scales[3])

@@ -12,7 +12,7 @@ constexpr Device kCpu{};
 constexpr Device kGpu1{DeviceType::kCuda, 1};
 
 TEST(Prepared, TellsAddressSizeDeviceShapeAndTokenCountApart) {
-  char buffer[2];
+  const char buffer[2] = {};
   const Shape tiny{128, 64, 4, 3};
   prepared::add(kKimiK3, buffer, 1000, 8, kCpu);
   EXPECT_TRUE(prepared::contains(kKimiK3, buffer, 1000, 8, kCpu));
@@ -26,7 +26,7 @@ TEST(Prepared, TellsAddressSizeDeviceShapeAndTokenCountApart) {
 }
 
 TEST(Prepared, ReleaseForgetsEverySizeAtTheAddressAndNothingElse) {
-  char buffer[2];
+  const char buffer[2] = {};
   prepared::add(kKimiK3, buffer, 1000, 1, kCpu);
   prepared::add(kKimiK3, buffer, 2000, kMaxTokens, kCpu);
   prepared::add(kKimiK3, buffer + 1, 1000, 1, kCpu);

@@ -185,7 +185,7 @@ class LogicalWeights:
     w2_scale: Tensor
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-        """Decode to w13 [..., 2I, H] and w2 [..., H, I]; sixteen bytes an element on the way."""
+        """Decode to w13 [..., 2I, H] and w2 [..., H, I], through float32 and int64 temporaries."""
         w13 = dequantize(self.w13_codes, self.w13_sf, self.w13_scale[..., None, None], dtype=dtype)
         w2 = dequantize(self.w2_codes, self.w2_sf, self.w2_scale[..., None, None], dtype=dtype)
         return w13, w2

@@ -18,8 +18,8 @@ from ..quantize import unpack_e2m1
 # Rows that are widened to float64 at a time: 1024 x 3584 x 8 B = 29 MB per operand.
 _ROWS_PER_CHUNK = 1024
 
-# A root-mean-square difference of 0.15 at an output rms of 13. Activation errors of up to 2^-11, the
-# size of a hardware tanh approximation, give 0.009 .. 0.010; an activation rounded to bfloat16
+# A root-mean-square difference of 0.15 at an output rms of 13. Activation errors of up to 2^-11,
+# the size of a hardware tanh approximation, give 0.009 .. 0.010; an activation rounded to bfloat16
 # before requantization gives 0.022 .. 0.033.
 MAX_RELATIVE_RMS = 0.15 / 13.0
 

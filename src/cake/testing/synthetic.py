@@ -238,14 +238,17 @@ def _per_expert_spread(num_experts: int) -> Tensor:
 
 
 def _generator(seed: int, stream: int) -> torch.Generator:
-    """One generator per (seed, stream); torch's Mersenne twister takes 32 bits of its seed."""
+    """One generator per (seed, stream).
+
+    Torch's Mersenne twister takes 32 bits of its seed, so that seeds count modulo 2^20.
+    """
     return torch.Generator().manual_seed((seed * _STREAMS + stream) % 2**32)
 
 
 @cache
 def _quantiles() -> Tensor:
     """Tukey h quantiles at the midpoints of 65536 equal parts of (0, 1): bfloat16, variance 1."""
-    normal = torch.special.ndtri((torch.arange(65536, dtype=torch.float64) + 0.5) / 65536)
+    normal: Tensor = torch.special.ndtri((torch.arange(65536, dtype=torch.float64) + 0.5) / 65536)
     values = normal * torch.exp(0.5 * _TUKEY_H * normal.square())
     return (values / values.std()).bfloat16()
 
