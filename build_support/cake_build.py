@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shutil
+import subprocess
 import sys
 import sysconfig
 from pathlib import Path
@@ -37,21 +39,30 @@ def torch_include() -> Path | None:
     named = os.environ.get("CAKE_TORCH_INCLUDE")
     # The environment that pip builds for; build isolation hides it from sys.path only.
     outer = Path(sysconfig.get_path("purelib")) / "torch"
-    folders = [Path(named)] if named else [p / "include" for p in [*_package_folders("torch"), outer]]
+    folders = (
+        [Path(named)] if named else [p / "include" for p in [*_package_folders("torch"), outer]]
+    )
     return next((d for d in folders if (d / STABLE_HEADER).is_file()), None)
 
 
+def _is_recent(compiler: Path) -> bool:
+    """Whether nvcc is of CUDA 13, the first release that compiles for every GPU we build for."""
+    answer = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False)
+    release = re.search(r"release (\d+)\.", answer.stdout)
+    return release is not None and int(release[1]) >= 13
+
+
 def nvcc() -> Path | None:
-    """nvcc of an installed toolkit, else of the PyPI packages, else None."""
+    """Nvcc 13 or newer of an installed toolkit, else of the PyPI packages, else None."""
     homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
-    candidates = [os.environ.get("CUDACXX"), *(f"{h}/bin/nvcc" for h in homes if h)]
-    for candidate in [*candidates, shutil.which("nvcc")]:
-        if candidate and Path(candidate).is_file():
-            return Path(candidate).resolve()
-    for folder in _package_folders("nvidia"):
-        for candidate in sorted(folder.glob("cu1*/bin/nvcc")):
-            return candidate
-    return None
+    named = [
+        os.environ.get("CUDACXX"),
+        *(f"{h}/bin/nvcc" for h in homes if h),
+        shutil.which("nvcc"),
+    ]
+    installed = [Path(name).resolve() for name in named if name and Path(name).is_file()]
+    packaged = [c for d in _package_folders("nvidia") for c in sorted(d.glob("cu1*/bin/nvcc"))]
+    return next((c for c in [*installed, *packaged] if _is_recent(c)), None)
 
 
 def _wants_cuda(config_settings: dict[str, str | list[str]] | None) -> bool:

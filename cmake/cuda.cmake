@@ -30,7 +30,8 @@ list(JOIN _archs ", " CAKE_CUDA_ARCH_JSON)
 function(cake_cuda_target target)
   set_target_properties(${target} PROPERTIES
     CUDA_ARCHITECTURES "${CAKE_CUDA_ARCHITECTURES}" CUDA_VISIBILITY_PRESET hidden CUDA_STANDARD 20)
-  target_compile_options(${target} PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:-lineinfo --compress-mode=size
+  target_compile_options(${target} PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:--compress-mode=size
+    $<$<BOOL:${CAKE_LINEINFO}>:-lineinfo>
     -Werror=all-warnings -Xptxas=--warn-on-spills,--warn-on-local-memory-usage
     "-Xcompiler=-Wall,-ffp-contract=off,-ffile-prefix-map=${CMAKE_SOURCE_DIR}/=">)
   target_link_libraries(${target} PUBLIC CUDA::cudart_static)

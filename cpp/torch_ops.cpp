@@ -1,251 +1,18 @@
-// The operators torch.ops.cake.*, on LibTorch's stable ABI. The only file that knows torch: it
-// checks the tensors, takes device and stream, and calls the functions of cake/fused_moe.h.
-#include <dlfcn.h>
+// The operators torch.ops.cake.*, on LibTorch's stable ABI: check the tensors, take device and
+// stream, call the functions of cake/fused_moe.h. Only the files named torch_ops* know torch.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
 
-#include <array>
-#include <initializer_list>
 #include <optional>
-#include <sstream>
-#include <stdexcept>
 #include <string>
 #include <vector>
 
 #include "cake/fused_moe.h"
-#include "names.h"
+#include "torch_ops_checks.h"
+#include "torch_ops_runtime.h"
 
+namespace cake::torch_ops {
 namespace {
-
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
-namespace names = cake::names;
-
-// ---- Errors: "[cake:<class>] message"; errors.py makes the Python exception --------------------
-
-[[noreturn]] void raise(const char* python_class, const std::string& message) {
-  throw std::runtime_error(std::string("[cake:") + python_class + "] " + message);
-}
-
-void raise_if_error(const cake::Status& status) {
-  switch (status.code()) {
-    case cake::StatusCode::kOk:
-      return;
-    case cake::StatusCode::kInvalidArgument:
-      raise("ValueError", status.message());
-    case cake::StatusCode::kInvalidType:
-      raise("TypeError", status.message());
-    case cake::StatusCode::kUnsupported:
-      raise("Unsupported", status.message());
-    case cake::StatusCode::kRuntimeError:
-      raise("RuntimeError", status.message());
-  }
-}
-
-template <class... Parts>
-std::string text(const Parts&... parts) {
-  std::ostringstream stream;
-  (stream << ... << parts);
-  return std::move(stream).str();
-}
-
-std::string type_name(ScalarType type) {
-  switch (type) {
-    case ScalarType::Byte:
-      return "uint8";
-    case ScalarType::Char:
-      return "int8";
-    case ScalarType::Short:
-      return "int16";
-    case ScalarType::Int:
-      return "int32";
-    case ScalarType::Long:
-      return "int64";
-    case ScalarType::Half:
-      return "float16";
-    case ScalarType::Float:
-      return "float32";
-    case ScalarType::Double:
-      return "float64";
-    case ScalarType::Bool:
-      return "bool";
-    case ScalarType::BFloat16:
-      return "bfloat16";
-    case ScalarType::Float8_e4m3fn:
-      return "float8_e4m3fn";
-    case ScalarType::Float8_e5m2:
-      return "float8_e5m2";
-    case ScalarType::UInt16:
-      return "uint16";
-    case ScalarType::UInt32:
-      return "uint32";
-    case ScalarType::UInt64:
-      return "uint64";
-    default:
-      return text("torch scalar type ", static_cast<int>(type));
-  }
-}
-
-// ---- Checks -------------------------------------------------------------------------------------
-
-cake::Device device_of(const Tensor& tensor) {
-  return {tensor.is_cuda() ? cake::DeviceType::kCuda : cake::DeviceType::kCpu,
-          tensor.is_cuda() ? tensor.get_device_index() : 0};
-}
-
-std::string device_name(cake::Device device) {
-  return device.type == cake::DeviceType::kCpu ? "cpu" : text("cuda:", device.index);
-}
-
-template <class Sizes>
-std::string sizes_text(const Sizes& sizes) {
-  std::string out = "[";
-  for (size_t i = 0; i < sizes.size(); ++i) {
-    out += (i != 0 ? ", " : "") + std::to_string(sizes.begin()[i]);
-  }
-  return out + "]";
-}
-
-void check_type(const char* name, const Tensor& tensor, std::initializer_list<ScalarType> types) {
-  std::string expected;
-  for (ScalarType type : types) {
-    if (tensor.scalar_type() == type) {
-      return;
-    }
-    expected += (expected.empty() ? "" : " or ") + type_name(type);
-  }
-  raise("TypeError", text(name, ": expected ", expected, ", got ", type_name(tensor.scalar_type())));
-}
-
-void check_device(const char* name, const Tensor& tensor, cake::Device device) {
-  if (device_of(tensor) != device) {
-    raise("ValueError", text(name, ": expected a tensor on ", device_name(device),
-                             " like the first argument, got one on ", device_name(device_of(tensor))));
-  }
-}
-
-void check_sizes(const char* name, const Tensor& tensor, std::initializer_list<int64_t> sizes) {
-  bool same = static_cast<size_t>(tensor.dim()) == sizes.size();
-  for (size_t i = 0; same && i < sizes.size(); ++i) {
-    same = tensor.size(static_cast<int64_t>(i)) == sizes.begin()[i];
-  }
-  if (!same) {
-    raise("ValueError", text(name, ": expected shape ", sizes_text(sizes), ", got ",
-                             sizes_text(tensor.sizes())));
-  }
-}
-
-void check_contiguous(const char* name, const Tensor& tensor) {
-  if (!tensor.is_contiguous()) {
-    raise("ValueError", text(name, ": expected a contiguous tensor, got strides ",
-                             sizes_text(tensor.strides()), " for shape ", sizes_text(tensor.sizes()),
-                             "; call .contiguous()"));
-  }
-}
-
-void check_operand(const char* name, const Tensor& tensor, std::initializer_list<ScalarType> types,
-                   std::initializer_list<int64_t> sizes, cake::Device device) {
-  check_device(name, tensor, device);
-  check_type(name, tensor, types);
-  check_sizes(name, tensor, sizes);
-  check_contiguous(name, tensor);
-}
-
-// A matrix of bf16 rows: any stride between rows, none within.
-void check_rows(const char* name, const Tensor& tensor) {
-  check_type(name, tensor, {ScalarType::BFloat16});
-  if (tensor.dim() != 2) {
-    raise("ValueError", text(name, ": expected 2 dimensions, got shape ", sizes_text(tensor.sizes())));
-  }
-  if (tensor.size(1) > 1 && tensor.stride(1) != 1) {
-    raise("ValueError", text(name, ": expected a contiguous last dimension, got strides ",
-                             sizes_text(tensor.strides()), "; call .contiguous()"));
-  }
-}
-
-void check_workspace(const Tensor& workspace) {
-  check_type(names::kWorkspace, workspace, {ScalarType::Byte, ScalarType::Char});
-  if (workspace.dim() != 1) {
-    raise("ValueError", text(names::kWorkspace, ": expected 1 dimension, got shape ",
-                             sizes_text(workspace.sizes())));
-  }
-  check_contiguous(names::kWorkspace, workspace);
-}
-
-// ---- torch's threads and streams ----------------------------------------------------------------
-
-void run_on_torch_threads(int32_t num_workers, void (*body)(void*, int32_t), void* context) {
-  struct Job {
-    void (*body)(void*, int32_t);
-    void* context;
-  } job{body, context};
-  const auto range = [](int64_t begin, int64_t end, void* opaque) {
-    const auto& shared = *static_cast<Job*>(opaque);
-    for (int64_t worker = begin; worker < end; ++worker) {
-      shared.body(shared.context, static_cast<int32_t>(worker));
-    }
-  };
-  TORCH_ERROR_CODE_CHECK(torch_parallel_for(0, num_workers, 1, range, &job));
-}
-
-cake::CpuExecutor torch_executor() {
-  uint32_t threads = 1;
-  TORCH_ERROR_CODE_CHECK(torch_get_num_threads(&threads));
-  return {static_cast<int32_t>(threads), &run_on_torch_threads};
-}
-
-// The raw CUDA stream that torch has made current on a device. Both functions are looked up at run
-// time, because CPU-only torch has neither and torch < 2.13 not the second.
-class StreamLookup {
- public:
-  StreamLookup()
-      : current_cuda_(reinterpret_cast<CurrentCuda>(
-            find("libtorch_cuda.so", "aoti_torch_get_current_cuda_stream"))),
-        native_handle_(reinterpret_cast<NativeHandle>(
-            find("libtorch_cpu.so", "torch_stream_native_handle"))) {}
-
-  void* current(int32_t device) const {
-    void* stream = nullptr;
-    if (current_cuda_ != nullptr) {
-      TORCH_ERROR_CODE_CHECK(current_cuda_(device, &stream));
-    } else if (native_handle_ != nullptr) {
-      StreamHandle handle = nullptr;
-      TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_stream(device, &handle));
-      const AOTITorchError failed = native_handle_(handle, &stream);
-      aoti_torch_delete_stream(handle);
-      TORCH_ERROR_CODE_CHECK(failed);
-    } else {
-      raise("Unsupported", "device: this torch has no way to tell its current CUDA stream; "
-                           "install a CUDA build of torch 2.10 or newer");
-    }
-    return stream;
-  }
-
- private:
-  using CurrentCuda = AOTITorchError (*)(int32_t, void**);
-  using NativeHandle = AOTITorchError (*)(StreamHandle, void**);
-
-  static void* find(const char* library, const char* symbol) {
-    if (void* found = dlsym(RTLD_DEFAULT, symbol)) {
-      return found;
-    }
-    void* loaded = dlopen(library, RTLD_NOW | RTLD_NOLOAD);
-    return loaded != nullptr ? dlsym(loaded, symbol) : nullptr;
-  }
-
-  CurrentCuda current_cuda_;
-  NativeHandle native_handle_;
-};
-
-void* current_stream(cake::Device device) {
-  if (device.type == cake::DeviceType::kCpu) {
-    return nullptr;
-  }
-  static const StreamLookup lookup;
-  return lookup.current(device.index);
-}
-
-// ---- Operators ----------------------------------------------------------------------------------
 
 void fused_moe(const Tensor& input, const Tensor& topk_ids, const Tensor& topk_weights,
                const Tensor& w13, const Tensor& w2, const Tensor& input_scale, const Tensor& w13_sf,
@@ -260,7 +27,8 @@ void fused_moe(const Tensor& input, const Tensor& topk_ids, const Tensor& topk_w
   constexpr int64_t group = cake::kGroupSize;
   static constexpr std::initializer_list<ScalarType> kFloat = {ScalarType::Float};
   static constexpr std::initializer_list<ScalarType> kCodes = {ScalarType::Byte};
-  static constexpr std::initializer_list<ScalarType> kScales = {ScalarType::Byte, ScalarType::Float8_e4m3fn};
+  static constexpr std::initializer_list<ScalarType> kScales = {ScalarType::Byte,
+                                                                ScalarType::Float8_e4m3fn};
 
   const cake::Device device = device_of(input);
   check_rows(names::kInput, input);
@@ -339,8 +107,8 @@ void quantize_nvfp4(const Tensor& input, const Tensor& input_scale, const Tensor
   check_device("input_scale", input_scale, device);
   check_type("input_scale", input_scale, {ScalarType::Float});
   if (input_scale.numel() != 1) {
-    raise("ValueError", text("input_scale: expected 1 element, got shape ",
-                             sizes_text(input_scale.sizes())));
+    raise("ValueError",
+          text("input_scale: expected 1 element, got shape ", sizes_text(input_scale.sizes())));
   }
   check_operand("packed", packed, {ScalarType::Byte}, {rows, columns / 2}, device);
   check_operand("sf", sf, {ScalarType::Byte, ScalarType::Float8_e4m3fn},
@@ -362,8 +130,7 @@ void quantize_nvfp4(const Tensor& input, const Tensor& input_scale, const Tensor
 
 int32_t token_count(int64_t num_tokens) {
   if (num_tokens < 0 || num_tokens > cake::kMaxTokens) {
-    raise("ValueError",
-          text("num_tokens: expected 0 to ", cake::kMaxTokens, ", got ", num_tokens));
+    raise("ValueError", text("num_tokens: expected 0 to ", cake::kMaxTokens, ", got ", num_tokens));
   }
   return static_cast<int32_t>(num_tokens);
 }
@@ -383,9 +150,8 @@ void prepare_workspace(const Tensor& workspace, std::vector<int64_t> num_tokens)
 
 // device_index: -1 for the CPU.
 void release_workspace(int64_t address, int64_t device_index) {
-  const cake::Device device{
-      device_index < 0 ? cake::DeviceType::kCpu : cake::DeviceType::kCuda,
-      device_index < 0 ? 0 : static_cast<int32_t>(device_index)};
+  const cake::Device device{device_index < 0 ? cake::DeviceType::kCpu : cake::DeviceType::kCuda,
+                            device_index < 0 ? 0 : static_cast<int32_t>(device_index)};
   cake::release(reinterpret_cast<const void*>(address), device);
 }
 
@@ -394,7 +160,7 @@ void selftest(const Tensor& out) {
   check_contiguous("out", out);
   if (out.numel() > 0) {
     raise_if_error(cake::run_selftest(static_cast<int32_t*>(out.mutable_data_ptr()), out.numel(),
-                                  device_of(out), current_stream(device_of(out))));
+                                      device_of(out), current_stream(device_of(out))));
   }
 }
 
@@ -405,8 +171,6 @@ std::string cuda_support(int64_t major, int64_t minor) {
 
 std::string build_info() { return cake::build_info(); }
 
-}  // namespace
-
 STABLE_TORCH_LIBRARY(cake, m) {
   // The whole routed-SiTU operation of one TP8 rank; writes `output`, uses `workspace` as scratch.
   m.def(
@@ -415,8 +179,7 @@ STABLE_TORCH_LIBRARY(cake, m) {
       "Tensor fc2_alpha, Tensor? situ_beta, Tensor? situ_linear_beta, Tensor(a!) output, "
       "Tensor(b!) workspace) -> ()");
   // BF16 rows to NVFP4 codes and linear block scales, recipe P.
-  m.def(
-      "quantize_nvfp4(Tensor input, Tensor input_scale, Tensor(a!) packed, Tensor(b!) sf) -> ()");
+  m.def("quantize_nvfp4(Tensor input, Tensor input_scale, Tensor(a!) packed, Tensor(b!) sf) -> ()");
   m.def("workspace_size(int max_num_tokens) -> int");
   m.def("prepare_workspace(Tensor(a!) workspace, int[] num_tokens) -> ()");
   m.def("release_workspace(int address, int device_index) -> ()");
@@ -446,3 +209,6 @@ STABLE_TORCH_LIBRARY_IMPL(cake, CompositeExplicitAutograd, m) {
   m.impl("cuda_support", TORCH_BOX(&cuda_support));
   m.impl("build_info", TORCH_BOX(&build_info));
 }
+
+}  // namespace
+}  // namespace cake::torch_ops

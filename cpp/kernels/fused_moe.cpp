@@ -18,9 +18,10 @@ namespace {
 Status check_shape(const Shape& s) {
   if (s.hidden <= 0 || s.hidden % 128 != 0 || s.intermediate <= 0 || s.intermediate % 64 != 0 ||
       s.num_experts <= 0 || s.top_k <= 0) {
-    return invalid_argument("shape: expected hidden a multiple of 128, intermediate of 64, at least one ",
-                            "expert and slot; got hidden=", s.hidden, ", intermediate=", s.intermediate,
-                            ", num_experts=", s.num_experts, ", top_k=", s.top_k);
+    return invalid_argument(
+        "shape: expected hidden a multiple of 128, intermediate of 64, at least one ",
+        "expert and slot; got hidden=", s.hidden, ", intermediate=", s.intermediate,
+        ", num_experts=", s.num_experts, ", top_k=", s.top_k);
   }
   return {};
 }
@@ -32,8 +33,8 @@ Status check_num_tokens(int32_t num_tokens) {
   return {};
 }
 
-Status check_workspace(const Shape& shape, const void* workspace, int64_t bytes,
-                       int32_t num_tokens, Device device) {
+Status check_workspace(const Shape& shape, const void* workspace, int64_t bytes, int32_t num_tokens,
+                       Device device) {
   const int64_t needed = workspace_bytes(shape, num_tokens);
   if (workspace == nullptr) {
     return invalid_argument("workspace_buffer: expected a prepared buffer of ", needed,
@@ -87,7 +88,8 @@ Status check_operands(const Arguments& a) {
       {names::kW2Sf, a.w2_sf, e * h * i / kGroupSize},
       {names::kFc2Alpha, a.fc2_alpha, experts_bytes},
       {names::kSituBeta, a.situ_beta, a.situ_beta != nullptr ? experts_bytes : 0},
-      {names::kSituLinearBeta, a.situ_linear_beta, a.situ_linear_beta != nullptr ? experts_bytes : 0},
+      {names::kSituLinearBeta, a.situ_linear_beta,
+       a.situ_linear_beta != nullptr ? experts_bytes : 0},
   }};
   const Span output{names::kOutput, a.output, 2 * a.num_tokens * h};
   const Span workspace{names::kWorkspace, a.workspace, a.workspace_bytes};
@@ -98,8 +100,8 @@ Status check_operands(const Arguments& a) {
     }
     for (const Span* written : {&output, &workspace}) {
       if (written->overlaps(span)) {
-        return invalid_argument(written->name, ": expected memory of its own, got memory that overlaps ",
-                                span.name);
+        return invalid_argument(
+            written->name, ": expected memory of its own, got memory that overlaps ", span.name);
       }
     }
   }
@@ -107,7 +109,8 @@ Status check_operands(const Arguments& a) {
     return invalid_argument("output: expected data, got a null pointer");
   }
   if (output.overlaps(workspace)) {
-    return invalid_argument("output: expected memory of its own, got memory that overlaps workspace_buffer");
+    return invalid_argument(
+        "output: expected memory of its own, got memory that overlaps workspace_buffer");
   }
   return {};
 }
@@ -149,12 +152,13 @@ Status prepare(const Shape& shape, void* workspace, int64_t bytes, int32_t num_t
   return {};
 }
 
-Status check_prepared(const Shape& shape, const void* workspace, int64_t bytes,
-                      int32_t num_tokens, Device device) {
+Status check_prepared(const Shape& shape, const void* workspace, int64_t bytes, int32_t num_tokens,
+                      Device device) {
   if (!prepared::contains(shape, workspace, bytes, num_tokens, device)) {
     return invalid_argument("workspace_buffer: expected a buffer prepared for ", num_tokens,
                             " tokens, got one that is not; call cake_fused_moe_prepare_workspace("
-                            "workspace_buffer, ", num_tokens, ") once before the first call");
+                            "workspace_buffer, ",
+                            num_tokens, ") once before the first call");
   }
   return {};
 }
@@ -169,8 +173,8 @@ Status run(const Arguments& a) {
   }
   CAKE_RETURN_IF_ERROR(check_device(a.device));
   CAKE_RETURN_IF_ERROR(check_operands(a));
-  CAKE_RETURN_IF_ERROR(check_workspace(a.shape, a.workspace, a.workspace_bytes, a.num_tokens,
-                                       a.device));
+  CAKE_RETURN_IF_ERROR(
+      check_workspace(a.shape, a.workspace, a.workspace_bytes, a.num_tokens, a.device));
   CAKE_RETURN_IF_ERROR(
       check_prepared(a.shape, a.workspace, a.workspace_bytes, a.num_tokens, a.device));
   cpu::fused_moe(a);

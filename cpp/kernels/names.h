@@ -1,4 +1,5 @@
-// Argument names in error messages: the Python name first, the op's in parentheses where it differs.
+// Argument names in error messages: the Python name first, the op's in parentheses where it
+// differs.
 #pragma once
 
 namespace cake::names {

@@ -9,7 +9,8 @@
 //   expert_pairs    P * 4                     route -> fc1, fc2 (pairs by expert, token, slot)
 //   fc1_packed      P * I/2                   fc1 -> fc2        (row = pair)
 //   fc1_sf          P * I/16                  fc1 -> fc2        (linear)
-//   fc2_rows        P * kFc2BlockRows * 2     fc2 -> finalize   (one block of output rows at a time)
+//   fc2_rows        P * kFc2BlockRows * 2     fc2 -> finalize   (one block of output rows at a
+//   time)
 //
 // T tokens, P = T * top_k pairs; pair p is slot p % top_k of token p / top_k.
 #pragma once

@@ -56,7 +56,8 @@ std::vector<uint16_t> run_once(const Operands& o, Arguments a, uint8_t poison) {
 
 TEST(FusedMoe, MatchesTheGoldenOperation) {
   const Operands o = testing::golden_operands();
-  EXPECT_EQ(run_once(o, o.arguments(), 0xFF), testing::golden<uint16_t>("tiny_op_model", "out_bf16"));
+  EXPECT_EQ(run_once(o, o.arguments(), 0xFF),
+            testing::golden<uint16_t>("tiny_op_model", "out_bf16"));
 }
 
 TEST(FusedMoe, DoesNotDependOnWorkersOrOnWhatTheWorkspaceHeld) {
@@ -200,8 +201,7 @@ INSTANTIATE_TEST_SUITE_P(
         Refusal{"InputInOutput",
                 [](Arguments& a, Operands&, Output& output) { a.input = output.data() + 127; },
                 "output: expected memory of its own, got memory that overlaps input"},
-        Refusal{"WeightsInWorkspace",
-                [](Arguments& a, Operands&, Output&) { a.w13 = a.workspace; },
+        Refusal{"WeightsInWorkspace", [](Arguments& a, Operands&, Output&) { a.w13 = a.workspace; },
                 "workspace_buffer: expected memory of its own"},
         Refusal{"BadShape", [](Arguments& a, Operands&, Output&) { a.shape.hidden = 96; },
                 "shape: expected hidden a multiple of 128"}),

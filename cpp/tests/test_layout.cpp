@@ -28,8 +28,8 @@ TEST(Layout, Fc2RowsMatchGolden) {
 
 TEST(Layout, ScaleOffsetsMatchGolden) {
   for (const auto& [rows, columns] : {std::pair{128, 8}, {768, 224}, {3584, 24}}) {
-    const auto offsets = golden<int32_t>(
-        "sf_offset", "off_" + std::to_string(rows) + "x" + std::to_string(columns));
+    const auto offsets =
+        golden<int32_t>("sf_offset", "off_" + std::to_string(rows) + "x" + std::to_string(columns));
     for (int n = 0; n < rows; ++n) {
       for (int c = 0; c < columns; ++c) {
         ASSERT_EQ(scale_offset(n, c, columns), offsets[n * columns + c]) << n << ' ' << c;

@@ -36,7 +36,8 @@ TEST(Nvfp4, E2m1EncodeTakesTheNearestValueForEveryBf16) {
     const float error = std::fabs(kValues[code & 7] - magnitude);
     for (uint32_t other = 0; other < 8; ++other) {
       const float alternative = std::fabs(kValues[other] - magnitude);
-      EXPECT_TRUE(error < alternative || (error == alternative && ((code & 1) == 0 || other == (code & 7))))
+      EXPECT_TRUE(error < alternative ||
+                  (error == alternative && ((code & 1) == 0 || other == (code & 7))))
           << value << " code " << code << " other " << other;
     }
     EXPECT_EQ(e2m1_twice(code), static_cast<int32_t>(2 * kValues[code & 7]) * (code >= 8 ? -1 : 1));

@@ -2,97 +2,18 @@
 
 from __future__ import annotations
 
-import importlib
-import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from cake import errors, support, workspace
+from cake import errors, options, support, workspace
 from cake.config import ActivationType
 
 WEIGHT_LAYOUT: Final = "trtllm_shuffled_nvfp4_group16"
 _UNSET: Final = object()
 _QUANT_SCALES: Final = 6
-
-
-def _flashinfer(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-    """Call FlashInfer's function of the same name with the arguments that differ from defaults."""
-    backend = arguments["backend"]
-    try:
-        module = importlib.import_module("flashinfer.fused_moe")
-        enums = importlib.import_module("flashinfer.tllm_enums")
-        target = getattr(module, function.__name__)
-    except (ImportError, AttributeError) as error:
-        raise errors.UnsupportedError(
-            f"backend: unsupported fused MoE backend {backend!r}: this package runs "
-            f"backend='cake'; others are FlashInfer's, and flashinfer.fused_moe."
-            f"{function.__name__} is not to be had here ({error}): pip install flashinfer-python"
-        ) from None
-    defaults = {name: p.default for name, p in inspect.signature(function).parameters.items()}
-    given = {
-        name: value
-        for name, value in arguments.items()
-        if value is not defaults[name] or name == "backend"
-    }
-    if "activation_type" in given:
-        given["activation_type"] = enums.ActivationType(int(given["activation_type"]))
-    return target(**given)
-
-
-def _refuse_unsupported(
-    *,
-    activation_type: int,
-    output_dtype: torch.dtype,
-    tp_size: int,
-    tp_rank: int,
-    ep_size: int,
-    ep_rank: int,
-    use_fused_finalize: bool | None,
-    absent: tuple[tuple[str, object], ...],
-    switches: tuple[tuple[str, bool | None], ...],
-) -> None:
-    """Raise for an option that this operation does not have; the message names it."""
-    if activation_type != ActivationType.Situ:
-        raise errors.UnsupportedError(
-            f"activation_type: expected ActivationType.Situ, got {activation_type!r}"
-        )
-    if output_dtype is not torch.bfloat16:
-        raise errors.DTypeError(f"output_dtype: expected torch.bfloat16, got {output_dtype!r}")
-    if tp_size != support.TP_SIZE:
-        raise errors.UnsupportedError(f"tp_size: expected tp_size=8, got {tp_size!r}")
-    if not 0 <= tp_rank < support.TP_SIZE:
-        raise ValueError(f"tp_rank: expected 0 to 7, got {tp_rank!r}")
-    if ep_size != 1 or ep_rank != 0:
-        raise errors.UnsupportedError(
-            f"ep_size: expected ep_size=1 and ep_rank=0 (all 896 experts are local), got "
-            f"ep_size={ep_size!r}, ep_rank={ep_rank!r}"
-        )
-    if use_fused_finalize is not None and not use_fused_finalize:
-        raise errors.UnsupportedError(
-            "use_fused_finalize: expected None or True (the weighted sum is part of the "
-            "operation), got False"
-        )
-    for name, value in absent:
-        if value is not None:
-            raise errors.UnsupportedError(
-                f"{name}: expected None (the operation has no such input), got "
-                f"{type(value).__name__}"
-            )
-    for name, switch in switches:
-        if switch:
-            raise errors.UnsupportedError(f"{name}: expected False, got {switch!r}")
-
-
-def _check_tensor(name: str, value: object) -> None:
-    if not isinstance(value, Tensor):
-        raise errors.DTypeError(f"{name}: expected a torch.Tensor, got {type(value).__name__}")
-    if value.device.type not in ("cpu", "cuda", "meta"):
-        raise errors.UnsupportedError(
-            f"{name}: expected a tensor on cpu or cuda, got one on {value.device}"
-        )
 
 
 def cutlass_fused_moe(
@@ -207,8 +128,9 @@ def cutlass_fused_moe(
     on the host and may be captured in a CUDA graph or compiled (`fullgraph=True`).
     """
     if backend != "cake":
-        return _flashinfer(cutlass_fused_moe, dict(locals()))
-    _refuse_unsupported(
+        result: Tensor = options.call_flashinfer(cutlass_fused_moe, dict(locals()))
+        return result
+    options.refuse_unsupported(
         activation_type=activation_type,
         output_dtype=output_dtype,
         tp_size=tp_size,
@@ -261,7 +183,7 @@ def cutlass_fused_moe(
         ("fc2_expert_weights", fc2_expert_weights),
         *((f"quant_scales[{i}]", scale) for i, scale in enumerate(quant_scales)),
     ):
-        _check_tensor(name, value)
+        options.check_tensor(name, value)
     for name, optional in (
         ("situ_beta", situ_beta),
         ("situ_linear_beta", situ_linear_beta),
@@ -269,7 +191,7 @@ def cutlass_fused_moe(
         ("workspace_buffer", workspace_buffer),
     ):
         if optional is not None:
-            _check_tensor(name, optional)
+            options.check_tensor(name, optional)
     if workspace_buffer is None:
         if input.dim() != 2 or input.shape[0] != 0:
             raise ValueError(
@@ -363,8 +285,8 @@ def cutlass_fused_moe_workspace_size(
         An option that cake does not do.
     """
     if backend != "cake":
-        return int(_flashinfer(cutlass_fused_moe_workspace_size, dict(locals())))
-    _refuse_unsupported(
+        return int(options.call_flashinfer(cutlass_fused_moe_workspace_size, dict(locals())))
+    options.refuse_unsupported(
         activation_type=activation_type,
         output_dtype=output_dtype,
         tp_size=tp_size,
@@ -454,7 +376,7 @@ def cake_fused_moe_prepare_workspace(
         raise errors.UnsupportedError(
             f"weight_layout: expected {WEIGHT_LAYOUT!r}, got {weight_layout!r}"
         )
-    _check_tensor("workspace_buffer", workspace_buffer)
+    options.check_tensor("workspace_buffer", workspace_buffer)
     workspace.prepare(workspace_buffer, workspace.token_counts(num_tokens, "num_tokens"))
     return workspace_buffer
 

@@ -10,7 +10,7 @@ class DTypeError(TypeError, ValueError):
 
 
 class UnsupportedError(NotImplementedError, ValueError):
-    """A request that is valid elsewhere but that cake does not do; the message says what it does."""
+    """A request that is valid elsewhere but that cake does not do."""
 
 
 # The C++ side marks its messages with the class they belong to: "[cake:TypeError] argument: ...".

@@ -28,7 +28,7 @@ struct Shape {
 
 inline constexpr Shape kKimiK3{3584, 384, 896, 16};
 inline constexpr int32_t kMaxTokens = 16384;
-inline constexpr int32_t kGroupSize = 16;          // elements of one block scale
+inline constexpr int32_t kGroupSize = 16;            // elements of one block scale
 inline constexpr int64_t kWorkspaceAlignment = 128;  // bytes on a GPU; 64 on the CPU
 inline constexpr float kDefaultSituBeta = 4.0f;
 inline constexpr float kDefaultSituLinearBeta = 25.0f;
@@ -60,22 +60,22 @@ struct Arguments {
   void* stream = nullptr;                 // cudaStream_t; CUDA only
   const CpuExecutor* executor = nullptr;  // CPU only; nullptr: one thread per core
 
-  const void* input = nullptr;        // bf16 [T, H], row stride below
-  int64_t input_stride = 0;           // elements
-  const void* topk_ids = nullptr;     // int32 or int64 [T, k]; ids outside [0, E) are empty slots
+  const void* input = nullptr;     // bf16 [T, H], row stride below
+  int64_t input_stride = 0;        // elements
+  const void* topk_ids = nullptr;  // int32 or int64 [T, k]; ids outside [0, E) are empty slots
   IdType topk_ids_type = IdType::kInt32;
   const void* topk_weights = nullptr;  // bf16 or float32 [T, k]
   WeightType topk_weights_type = WeightType::kBFloat16;
 
-  const void* w13 = nullptr;               // uint8 [E, 2I, H/2], prepared rows
-  const void* w13_sf = nullptr;            // e4m3 [E, 2I, H/16], prepared rows, 128x4 interleaved
-  const void* w2 = nullptr;                // uint8 [E, H, I/2], prepared rows
-  const void* w2_sf = nullptr;             // e4m3 [E, H, I/16], prepared rows, 128x4 interleaved
-  const float* input_scale = nullptr;      // [1]  encoding scale of the input
-  const float* fc1_alpha = nullptr;        // [E]  decoding factor of both FC1 halves
-  const float* fc2_input_scale = nullptr;  // [E]  encoding scale of the intermediate
-  const float* fc2_alpha = nullptr;        // [E]  decoding factor of FC2
-  const float* situ_beta = nullptr;        // [E]  or nullptr: the workspace's prepared 4
+  const void* w13 = nullptr;                // uint8 [E, 2I, H/2], prepared rows
+  const void* w13_sf = nullptr;             // e4m3 [E, 2I, H/16], prepared rows, 128x4 interleaved
+  const void* w2 = nullptr;                 // uint8 [E, H, I/2], prepared rows
+  const void* w2_sf = nullptr;              // e4m3 [E, H, I/16], prepared rows, 128x4 interleaved
+  const float* input_scale = nullptr;       // [1]  encoding scale of the input
+  const float* fc1_alpha = nullptr;         // [E]  decoding factor of both FC1 halves
+  const float* fc2_input_scale = nullptr;   // [E]  encoding scale of the intermediate
+  const float* fc2_alpha = nullptr;         // [E]  decoding factor of FC2
+  const float* situ_beta = nullptr;         // [E]  or nullptr: the workspace's prepared 4
   const float* situ_linear_beta = nullptr;  // [E]  or nullptr: the workspace's prepared 25
 
   void* output = nullptr;     // bf16 [T, H], contiguous; every element is written
@@ -94,8 +94,8 @@ Status prepare(const Shape& shape, void* workspace, int64_t bytes, int32_t num_t
                Device device, void* stream);
 
 // Whether `workspace` (address, size and device) is prepared for `num_tokens` tokens.
-Status check_prepared(const Shape& shape, const void* workspace, int64_t bytes,
-                      int32_t num_tokens, Device device);
+Status check_prepared(const Shape& shape, const void* workspace, int64_t bytes, int32_t num_tokens,
+                      Device device);
 
 // Forgets a prepared workspace. Call it before the memory is freed, so that another buffer at the
 // same address does not count as prepared.

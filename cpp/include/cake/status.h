@@ -32,9 +32,9 @@ class [[nodiscard]] Status {
 }  // namespace cake
 
 // Returns from the calling function when `expression` is not ok.
-#define CAKE_RETURN_IF_ERROR(expression)                       \
-  do {                                                         \
+#define CAKE_RETURN_IF_ERROR(expression)                        \
+  do {                                                          \
     if (::cake::Status status_ = (expression); !status_.ok()) { \
-      return status_;                                          \
-    }                                                          \
+      return status_;                                           \
+    }                                                           \
   } while (false)

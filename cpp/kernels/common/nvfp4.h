@@ -53,7 +53,9 @@ CAKE_HOST_DEVICE float bits_float(uint32_t bits) {
 #endif
 }
 
-CAKE_HOST_DEVICE bool is_nan(float value) { return (float_bits(value) & 0x7FFFFFFFu) > 0x7F800000u; }
+CAKE_HOST_DEVICE bool is_nan(float value) {
+  return (float_bits(value) & 0x7FFFFFFFu) > 0x7F800000u;
+}
 
 // Subnormal results become zero of the same sign, as in the products of recipe Q'.
 CAKE_HOST_DEVICE float flush_to_zero(float value) {
@@ -107,7 +109,7 @@ CAKE_HOST_DEVICE uint8_t e4m3_encode(float value) {
     return kE4m3NaN;
   }
   const uint32_t bits = float_bits(value) & 0x7FFFFFFFu;
-  if (bits < 0x3C800000u) {                        // below 2^-6: subnormal, step 2^-9
+  if (bits < 0x3C800000u) {                             // below 2^-6: subnormal, step 2^-9
     const float shifted = bits_float(bits) + 16384.0f;  // 2^14: one ulp is 2^-9
     return static_cast<uint8_t>(float_bits(shifted) & 0xFFu);
   }
@@ -159,8 +161,7 @@ CAKE_HOST_DEVICE uint32_t encode_precise(float value, BlockScale scale) {
 }
 
 CAKE_HOST_DEVICE uint32_t encode_intermediate(float value, BlockScale scale, float q) {
-  return e2m1_encode(
-      flush_to_zero(rn::mul(flush_to_zero(rn::mul(value, scale.multiplier)), q)));
+  return e2m1_encode(flush_to_zero(rn::mul(flush_to_zero(rn::mul(value, scale.multiplier)), q)));
 }
 
 // Largest magnitude so far; NaN loses against any number, so that it is left only when all are NaN.

@@ -20,9 +20,10 @@ struct QuantizedRow {
   const uint8_t* sf;      // [columns/16], linear
 };
 
-// sums[i][r] = sum over K of weight(first_row + r, k) * input_i(k), each operand E2M1 * E4M3. A group
-// of 16 products is summed in integers, groups in double: every partial sum is a multiple of 2^-20
-// below 2^35, so that the result is exact but for sums that use the full range of both scales.
+// sums[i][r] = sum over K of weight(first_row + r, k) * input_i(k), each operand E2M1 * E4M3. A
+// group of 16 products is summed in integers, groups in double: every partial sum is a multiple of
+// 2^-20 below 2^35, so that the result is exact but for sums that use the full range of both
+// scales.
 void block_dot(const WeightMatrix& weights, int32_t first_row, const QuantizedRow* inputs,
                int32_t num_inputs, double (*sums)[kBlockRows]);
 

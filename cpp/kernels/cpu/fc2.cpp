@@ -12,9 +12,9 @@ void fc2(const Fc2Arguments& a, const CpuExecutor& executor) {
     for (int32_t i = 0; i < count; ++i) {
       inputs[i] = quantized_row(a.intermediate, pairs[i], intermediate);
     }
-    const WeightMatrix weights{
-        a.w2 + int64_t{expert} * hidden * (intermediate / 2),
-        a.w2_sf + int64_t{expert} * hidden * (intermediate / kGroupSize), intermediate};
+    const WeightMatrix weights{a.w2 + int64_t{expert} * hidden * (intermediate / 2),
+                               a.w2_sf + int64_t{expert} * hidden * (intermediate / kGroupSize),
+                               intermediate};
     double sums[kBlockInputs][kBlockRows];
     block_dot(weights, a.first_row + block * kBlockRows, inputs, count, sums);
 
@@ -22,8 +22,7 @@ void fc2(const Fc2Arguments& a, const CpuExecutor& executor) {
     for (int32_t i = 0; i < count; ++i) {
       uint16_t* row = a.rows + int64_t{pairs[i]} * kFc2BlockRows + block * kBlockRows;
       for (int32_t n = 0; n < kBlockRows; ++n) {
-        row[fc2_logical_row(n)] =
-            float_to_bf16(rn::mul(static_cast<float>(sums[i][n]), alpha));
+        row[fc2_logical_row(n)] = float_to_bf16(rn::mul(static_cast<float>(sums[i][n]), alpha));
       }
     }
   };

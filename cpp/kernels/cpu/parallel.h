@@ -20,7 +20,8 @@ void for_each_item(const CpuExecutor& executor, int64_t count, const Function& f
     int64_t count;
     std::atomic<int64_t> next{0};
   } context{function, count};
-  const int32_t workers = count < executor.num_workers ? static_cast<int32_t>(count) : executor.num_workers;
+  const int32_t workers =
+      count < executor.num_workers ? static_cast<int32_t>(count) : executor.num_workers;
   if (workers <= 1) {
     for (int64_t item = 0; item < count; ++item) {
       function(item);
@@ -31,7 +32,8 @@ void for_each_item(const CpuExecutor& executor, int64_t count, const Function& f
       workers,
       [](void* opaque, int32_t) {
         auto& shared = *static_cast<Context*>(opaque);
-        for (int64_t item; (item = shared.next.fetch_add(1, std::memory_order_relaxed)) < shared.count;) {
+        for (int64_t item;
+             (item = shared.next.fetch_add(1, std::memory_order_relaxed)) < shared.count;) {
           shared.function(item);
         }
       },

@@ -26,9 +26,8 @@ void quantize(const QuantizeArguments& a, const CpuExecutor& executor) {
         const BlockScale scale = block_scale_precise(amax, q);
         sf[group] = scale.sf;
         for (int32_t i = 0; i < kGroupSize / 2; ++i) {
-          packed[group * (kGroupSize / 2) + i] =
-              static_cast<uint8_t>(encode_precise(values[2 * i], scale) |
-                                   encode_precise(values[2 * i + 1], scale) << 4);
+          packed[group * (kGroupSize / 2) + i] = static_cast<uint8_t>(
+              encode_precise(values[2 * i], scale) | encode_precise(values[2 * i + 1], scale) << 4);
         }
       }
     }

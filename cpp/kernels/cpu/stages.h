@@ -26,7 +26,8 @@ struct RouteArguments {
   IdType topk_ids_type;
   int64_t num_pairs;
   int32_t num_experts;
-  int32_t* expert_offsets;  // out [E + 1]: pairs of expert e are expert_pairs[offsets[e] .. offsets[e+1])
+  int32_t* expert_offsets;  // out [E + 1]: pairs of expert e are expert_pairs[offsets[e] ..
+                            // offsets[e+1])
   int32_t* expert_pairs;    // out [P]: first offsets[E] entries; by expert, then token, then slot
 };
 // Counting sort; pairs with an id outside [0, E) are left out.
@@ -40,10 +41,10 @@ struct Route {
 struct Fc1Arguments {
   Shape shape;
   Route route;
-  QuantizedRows input;     // [T]
-  const uint8_t* w13;      // [E, 2I, H/2] prepared
-  const uint8_t* w13_sf;   // [E, 2I, H/16] prepared, interleaved
-  const float* fc1_alpha;  // [E]
+  QuantizedRows input;            // [T]
+  const uint8_t* w13;             // [E, 2I, H/2] prepared
+  const uint8_t* w13_sf;          // [E, 2I, H/16] prepared, interleaved
+  const float* fc1_alpha;         // [E]
   const float* fc2_input_scale;   // [E]
   const float* situ_beta;         // [E]
   const float* situ_linear_beta;  // [E]

@@ -1,7 +1,6 @@
-#include "quantize/launch.h"
-
 #include "kernel_launch.h"
 #include "quantize/kernel.cuh"
+#include "quantize/launch.h"
 
 namespace cake::quantize {
 

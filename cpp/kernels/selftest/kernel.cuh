@@ -9,8 +9,8 @@ namespace cake::selftest {
 
 inline constexpr int kThreads = 128;
 
-__global__ void __launch_bounds__(kThreads) cake_selftest(int32_t* __restrict__ out,
-                                                          int64_t count) {
+__global__ void __launch_bounds__(kThreads)
+    cake_selftest(int32_t* __restrict__ out, int64_t count) {
 #ifdef __CUDA_ARCH__
   constexpr int32_t kCapability = __CUDA_ARCH__ / 10;
 #else

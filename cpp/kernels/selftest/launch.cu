@@ -1,7 +1,6 @@
-#include "selftest/launch.h"
-
 #include "kernel_launch.h"
 #include "selftest/kernel.cuh"
+#include "selftest/launch.h"
 
 namespace cake::selftest {
 

@@ -18,10 +18,12 @@ from torch import Tensor
 
 from ..prepared_weights import PreparedWeights
 from ..quantize import E2M1_MAX, E4M3_MAX
+from ..support import KIMI_K3
 from ..weights import expert_range, prepare_expert
 from .reference import DEFAULT_BETA, DEFAULT_LINEAR_BETA
 
-HIDDEN, INTERMEDIATE, EXPERTS, TOP_K = 3584, 384, 896, 16
+HIDDEN, INTERMEDIATE = KIMI_K3.hidden, KIMI_K3.intermediate
+EXPERTS, TOP_K = KIMI_K3.num_experts, KIMI_K3.top_k
 
 Routing = Literal[
     "softmax", "uniform", "random", "zipf", "grouped", "same", "one_expert", "duplicates"
