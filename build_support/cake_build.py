@@ -1,7 +1,7 @@
 """PEP 517 backend: scikit-build-core, asking only for the toolchain that this machine lacks.
 
-CMake runs the same file, so that both look in the same places:
-`python cake_build.py torch` prints the folder with torch's headers, `nvcc` the compiler (or nothing).
+CMake runs the same file, so that both look in the same places: `python cake_build.py torch` prints
+the folder with torch's headers, `nvcc` the compiler (or nothing).
 """
 
 from __future__ import annotations

@@ -139,6 +139,10 @@ int64_t workspace_size(int64_t max_num_tokens) {
   return cake::workspace_bytes(cake::kKimiK3, token_count(max_num_tokens));
 }
 
+std::string workspace_table(int64_t num_tokens) {
+  return cake::workspace_table(cake::kKimiK3, token_count(num_tokens));
+}
+
 void prepare_workspace(const Tensor& workspace, std::vector<int64_t> num_tokens) {
   check_workspace(workspace);
   const cake::Device device = device_of(workspace);
@@ -181,6 +185,8 @@ STABLE_TORCH_LIBRARY(cake, m) {
   // BF16 rows to NVFP4 codes and linear block scales, recipe P.
   m.def("quantize_nvfp4(Tensor input, Tensor input_scale, Tensor(a!) packed, Tensor(b!) sf) -> ()");
   m.def("workspace_size(int max_num_tokens) -> int");
+  // JSON list of the workspace's regions: name, offset, bytes.
+  m.def("workspace_table(int num_tokens) -> str");
   m.def("prepare_workspace(Tensor(a!) workspace, int[] num_tokens) -> ()");
   m.def("release_workspace(int address, int device_index) -> ()");
   // Fills `out` with 1000 * compute capability of the code that ran + index % 1000.
@@ -205,6 +211,7 @@ STABLE_TORCH_LIBRARY_IMPL(cake, CUDA, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(cake, CompositeExplicitAutograd, m) {
   m.impl("workspace_size", TORCH_BOX(&workspace_size));
+  m.impl("workspace_table", TORCH_BOX(&workspace_table));
   m.impl("release_workspace", TORCH_BOX(&release_workspace));
   m.impl("cuda_support", TORCH_BOX(&cuda_support));
   m.impl("build_info", TORCH_BOX(&build_info));

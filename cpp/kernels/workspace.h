@@ -15,6 +15,7 @@
 // T tokens, P = T * top_k pairs; pair p is slot p % top_k of token p / top_k.
 #pragma once
 
+#include <array>
 #include <cstdint>
 
 #include "cake/fused_moe.h"
@@ -24,6 +25,7 @@ namespace cake {
 inline constexpr int32_t kFc2BlockRows = 128;  // output columns finalized together
 
 struct Region {
+  const char* name = "";
   int64_t offset = 0;  // bytes, a multiple of kWorkspaceAlignment
   int64_t bytes = 0;
 };
@@ -41,6 +43,12 @@ struct Workspace {
   int64_t total_bytes = 0;
 
   Workspace(const Shape& shape, int32_t num_tokens);
+
+  // All regions, in the order of their offsets.
+  std::array<const Region*, 9> regions() const {
+    return {&situ_beta,    &situ_linear_beta, &input_packed, &input_sf, &expert_offsets,
+            &expert_pairs, &fc1_packed,       &fc1_sf,       &fc2_rows};
+  }
 };
 
 template <class T>

@@ -18,11 +18,8 @@ TEST(Workspace, NeverShrinksAndStaysUnder300MegabytesForAllTokenCounts) {
 TEST(Workspace, RegionsAreAlignedAndDoNotOverlap) {
   for (const int32_t tokens : {1, 2, 7, 8, 33, 1024, kMaxTokens}) {
     const Workspace w(kKimiK3, tokens);
-    const Region* const regions[] = {&w.situ_beta,  &w.situ_linear_beta, &w.input_packed,
-                                     &w.input_sf,   &w.expert_offsets,   &w.expert_pairs,
-                                     &w.fc1_packed, &w.fc1_sf,           &w.fc2_rows};
     int64_t end = 0;
-    for (const Region* region : regions) {
+    for (const Region* region : w.regions()) {
       EXPECT_EQ(region->offset % kWorkspaceAlignment, 0);
       EXPECT_GE(region->offset, end);
       EXPECT_GT(region->bytes, 0);

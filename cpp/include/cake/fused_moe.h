@@ -9,6 +9,7 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
 
 #include "cake/status.h"
 
@@ -86,6 +87,9 @@ struct Arguments {
 // Bytes of workspace for up to `max_num_tokens` tokens; host arithmetic only. Non-decreasing in
 // the token count. `max_num_tokens` must be in 0 .. kMaxTokens.
 int64_t workspace_bytes(const Shape& shape, int32_t max_num_tokens);
+
+// What lies where in it: a JSON list of {"region", "offset", "bytes"}, in order of offset.
+std::string workspace_table(const Shape& shape, int32_t num_tokens);
 
 // Makes `workspace` ready for calls with exactly `num_tokens` tokens: writes the default SiTU
 // constants on `stream`, loads the kernels and remembers address and size. Idempotent. Allocates

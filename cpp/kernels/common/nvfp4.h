@@ -78,11 +78,8 @@ CAKE_HOST_DEVICE uint16_t float_to_bf16(float value) {
 
 // ---- E2M1: sign, 2 exponent bits, 1 mantissa bit -----------------------------------------------
 
-// Round to nearest even, saturating at 6; the sign is kept, NaN gives +6 (code 7).
+// Round to nearest even, saturating at 6; the sign is kept, NaN gives +6 (code 7). No branches.
 CAKE_HOST_DEVICE uint32_t e2m1_encode(float value) {
-  if (is_nan(value)) {
-    return 7;
-  }
   const uint32_t bits = float_bits(value);
   const float m = bits_float(bits & 0x7FFFFFFFu);
   // Midpoints between neighbouring magnitudes; a tie goes to the even code.
@@ -90,7 +87,7 @@ CAKE_HOST_DEVICE uint32_t e2m1_encode(float value) {
                         static_cast<uint32_t>(m > 1.25f) + static_cast<uint32_t>(m >= 1.75f) +
                         static_cast<uint32_t>(m > 2.5f) + static_cast<uint32_t>(m >= 3.5f) +
                         static_cast<uint32_t>(m > 5.0f);
-  return code | (bits >> 31) << 3;
+  return is_nan(value) ? 7u : code | bits >> 31 << 3;
 }
 
 // Twice the value of a code, an integer in [-12, 12].

@@ -4,6 +4,7 @@
 
 #include "common/layout.h"
 #include "common/nvfp4.h"
+#include "cpu/vectorized.h"
 
 namespace cake::cpu {
 namespace {
@@ -11,13 +12,6 @@ namespace {
 constexpr int32_t kGroup = 16;
 constexpr int32_t kChunkGroups = 32;  // 32 rows of a chunk take 32 KB as int16: the L1 cache
 constexpr int32_t kChunk = kChunkGroups * kGroup;
-
-// The widest vectors of this machine; every other platform compiles the function once.
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-#define CAKE_CPU_VECTORIZED __attribute__((target_clones("arch=x86-64-v4", "avx2", "default")))
-#else
-#define CAKE_CPU_VECTORIZED
-#endif
 
 // Twice the E2M1 values. Within a group the low nibbles come first, then the high ones: both
 // operands are unpacked the same way, so that their products still meet.

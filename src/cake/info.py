@@ -1,0 +1,129 @@
+"""`cake info`: what this installation is, and what it can do on this machine."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from cake import _library, support
+
+if TYPE_CHECKING:
+    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+
+
+def add_command(commands: Subparsers) -> None:
+    """Add the parser of `cake info`."""
+    parser = commands.add_parser("info", help="version, build, devices and support")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument(
+        "--tokens", type=int, metavar="N", help="show the workspace of a call with N tokens"
+    )
+    parser.set_defaults(run=run)
+
+
+def driver_version() -> str | None:
+    """Return the version of the loaded NVIDIA kernel driver, or None."""
+    try:
+        text = Path("/proc/driver/nvidia/version").read_text()
+    except OSError:
+        return None
+    found = re.search(r"\b(\d+\.\d+(?:\.\d+)?)\b", text)
+    return found.group(1) if found else None
+
+
+def _devices() -> list[dict[str, Any]]:
+    supported, reason = support.is_supported("cpu")
+    devices: list[dict[str, Any]] = [
+        {
+            "device": "cpu",
+            "name": f"{platform.machine()}, {torch.get_num_threads()} threads",
+            "supported": supported,
+            "reason": reason,
+        }
+    ]
+    for index in range(torch.cuda.device_count()):
+        supported, reason = support.is_supported(index)
+        major, minor = torch.cuda.get_device_capability(index)
+        devices.append(
+            {
+                "device": f"cuda:{index}",
+                "name": torch.cuda.get_device_name(index),
+                "compute_capability": f"{major}.{minor}",
+                "supported": supported,
+                "reason": reason,
+            }
+        )
+    return devices
+
+
+def collect() -> dict[str, Any]:
+    """Return what `cake info --json` prints: the build, the software around it, the devices."""
+    return {
+        "cake": _library.build_info(),
+        "library": str(_library.library_path()),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "torch_cuda": torch.version.cuda,
+        "driver": driver_version(),
+        "devices": _devices(),
+    }
+
+
+def workspace_table(num_tokens: int) -> list[dict[str, Any]]:
+    """Return the regions of a workspace: name, offset and bytes.
+
+    Raises
+    ------
+    ValueError
+        `num_tokens` is outside 0..16384.
+    """
+    if not 0 <= num_tokens <= support.MAX_TOKENS:
+        raise ValueError(f"--tokens: expected 0 to {support.MAX_TOKENS}, got {num_tokens}")
+    table: list[dict[str, Any]] = json.loads(torch.ops.cake.workspace_table(num_tokens))
+    return table
+
+
+def _print_info(facts: dict[str, Any]) -> None:
+    build = facts["cake"]
+    state = {True: " with local changes", False: "", None: ""}[build["dirty"]]
+    rows = [
+        ("cake", f"{build['version']}, commit {build['commit']}{state}"),
+        ("library", facts["library"]),
+        ("compilers", f"{build['cxx_compiler']}, {build['cuda_compiler'] or 'no CUDA'}"),
+        ("CUDA code for", ", ".join(build["cuda_architectures"]) or "nothing (CPU only)"),
+        ("Python, torch", f"{facts['python']}, {facts['torch']} (CUDA {facts['torch_cuda']})"),
+        ("NVIDIA driver", facts["driver"] or "none"),
+    ]
+    for device in facts["devices"]:
+        mark = "supported" if device["supported"] else "not supported"
+        rows.append((device["device"], f"{device['name']}: {mark} ({device['reason']})"))
+    for name, value in rows:
+        print(f"{name:<14} {value}")
+
+
+def _print_workspace(num_tokens: int, regions: list[dict[str, Any]]) -> None:
+    print(f"\nWorkspace for {num_tokens} tokens\n{'region':<18}{'offset':>14}{'bytes':>14}")
+    for region in regions:
+        print(f"{region['region']:<18}{region['offset']:>14,}{region['bytes']:>14,}")
+    print(f"{'total':<18}{'':>14}{torch.ops.cake.workspace_size(num_tokens):>14,}")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run `cake info`."""
+    facts = collect()
+    regions = None if arguments.tokens is None else workspace_table(arguments.tokens)
+    if arguments.json:
+        if regions is not None:
+            facts["workspace"] = {"tokens": arguments.tokens, "regions": regions}
+        print(json.dumps(facts, indent=2))
+        return 0
+    _print_info(facts)
+    if regions is not None:
+        _print_workspace(arguments.tokens, regions)
+    return 0
