@@ -295,10 +295,10 @@ def _print_table(
         table.add_row(*row)
     console.print(table)
     console.print(
-        "An error per row is |output - reference| / |reference| (L2). The first two compare with a\n"
-        "float64 reference of the same quantized arithmetic: 0 to 1e-2 is rounding. The third\n"
-        "compares with unquantized float64: it is what 4-bit weights and activations cost on these\n"
-        "heavy-tailed random weights, with any implementation."
+        "An error per row is |output - reference| / |reference| (L2). The first two compare with a "
+        "float64 reference of the same quantized arithmetic: 0 to 1e-2 is rounding. The third "
+        "compares with unquantized float64: it is what 4-bit weights and activations cost on "
+        "these heavy-tailed random weights, with any implementation."
     )
 
 

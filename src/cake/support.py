@@ -46,7 +46,7 @@ def is_supported(device: torch.device | str | int | None = None) -> tuple[bool, 
         device = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
     if device.type == "cpu":
-        return True, "cpu: exact multi-threaded path"
+        return True, "exact multi-threaded path"
     if device.type != "cuda":
         return False, f"device: expected cpu or cuda, got {device}"
     if not torch.cuda.is_available():
