@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <fstream>
 #include <iterator>
@@ -11,10 +12,16 @@
 
 namespace cake::testing {
 
-// The elements of testdata/golden/<set>/<key>.npy; T must have the file's element size.
+// testdata/golden of the source tree, or CAKE_GOLDEN_DIR where the tests run elsewhere.
+inline std::string golden_folder() {
+  const char* folder = std::getenv("CAKE_GOLDEN_DIR");
+  return folder != nullptr ? folder : CAKE_GOLDEN_DIR;
+}
+
+// The elements of <set>/<key>.npy; T must have the file's element size.
 template <class T>
 std::vector<T> golden(const std::string& set, const std::string& key) {
-  const std::string path = std::string(CAKE_GOLDEN_DIR) + "/" + set + "/" + key + ".npy";
+  const std::string path = golden_folder() + "/" + set + "/" + key + ".npy";
   std::ifstream file(path, std::ios::binary);
   const std::vector<char> bytes{std::istreambuf_iterator<char>(file), {}};
   if (bytes.size() < 10 || std::memcmp(bytes.data(), "\x93NUMPY\x01", 7) != 0) {

@@ -201,7 +201,10 @@ INSTANTIATE_TEST_SUITE_P(
         Refusal{"InputInOutput",
                 [](Arguments& a, Operands&, Output& output) { a.input = output.data() + 127; },
                 "output: expected memory of its own, got memory that overlaps input"},
-        Refusal{"WeightsInWorkspace", [](Arguments& a, Operands&, Output&) { a.w13 = a.workspace; },
+        Refusal{"ScalesInWorkspace",
+                [](Arguments& a, Operands&, Output&) {
+                  a.fc1_alpha = static_cast<const float*>(a.workspace);
+                },
                 "workspace_buffer: expected memory of its own"},
         Refusal{"BadShape", [](Arguments& a, Operands&, Output&) { a.shape.hidden = 96; },
                 "shape: expected hidden a multiple of 128"}),

@@ -318,7 +318,7 @@ def cutlass_fused_moe_workspace_size(
     ):
         if dtype is not wanted:
             raise errors.DTypeError(f"{name}: expected {wanted}, got {dtype!r}")
-    (count,) = workspace.token_counts(max_num_tokens, "max_num_tokens")
+    count = workspace.token_count("max_num_tokens", max_num_tokens)
     return int(torch.ops.cake.workspace_size(count))
 
 
@@ -377,7 +377,7 @@ def cake_fused_moe_prepare_workspace(
             f"weight_layout: expected {WEIGHT_LAYOUT!r}, got {weight_layout!r}"
         )
     options.check_tensor("workspace_buffer", workspace_buffer)
-    workspace.prepare(workspace_buffer, workspace.token_counts(num_tokens, "num_tokens"))
+    workspace.prepare(workspace_buffer, num_tokens)
     return workspace_buffer
 
 

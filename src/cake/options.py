@@ -62,7 +62,7 @@ def refuse_unsupported(
         raise errors.DTypeError(f"output_dtype: expected torch.bfloat16, got {output_dtype!r}")
     if tp_size != support.TP_SIZE:
         raise errors.UnsupportedError(f"tp_size: expected tp_size=8, got {tp_size!r}")
-    if not 0 <= tp_rank < support.TP_SIZE:
+    if tp_rank not in range(support.TP_SIZE):
         raise ValueError(f"tp_rank: expected 0 to 7, got {tp_rank!r}")
     if ep_size != 1 or ep_rank != 0:
         raise errors.UnsupportedError(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Iterable
+from typing import SupportsIndex, cast
 
 import torch
 from torch import Tensor
@@ -54,29 +55,32 @@ def forget_if_moved(workspace: Tensor) -> None:
         _forget(place, owner)
 
 
-def token_counts(num_tokens: int | Iterable[int], name: str) -> list[int]:
-    """Return the token counts as a list of ints in 0..16384.
+def token_count(name: str, value: object) -> int:
+    """Return a token count as an int in 0..16384.
 
     Raises
     ------
     DTypeError
-        Not an integer (a bool is not one) and not an iterable of integers.
+        Not an integer; a bool and a tensor are none.
     ValueError
-        A count outside 0..16384.
+        Outside 0..16384.
     """
-    counts = []
-    for count in num_tokens if isinstance(num_tokens, Iterable) else [num_tokens]:
-        if isinstance(count, bool) or not hasattr(count, "__index__"):
-            raise errors.DTypeError(f"{name}: expected an integer, got {count!r}")
-        value = operator.index(count)
-        if not 0 <= value <= support.MAX_TOKENS:
-            raise ValueError(f"{name}: expected 0 to {support.MAX_TOKENS}, got {value}")
-        counts.append(value)
-    return counts
+    if isinstance(value, (bool, Tensor)) or not isinstance(value, SupportsIndex):
+        raise errors.DTypeError(f"{name}: expected an integer, got {value!r}")
+    count = operator.index(value)
+    if not 0 <= count <= support.MAX_TOKENS:
+        raise ValueError(f"{name}: expected 0 to {support.MAX_TOKENS}, got {count}")
+    return count
 
 
-def prepare(workspace: Tensor, counts: list[int]) -> None:
-    """Prepare a workspace for each of the token counts and tie that to its storage."""
+def prepare(workspace: Tensor, num_tokens: int | Iterable[int]) -> None:
+    """Prepare a workspace for the token count or counts and tie that to its storage."""
+    several = isinstance(num_tokens, Iterable) and not isinstance(num_tokens, Tensor)
+    counts = [
+        token_count("num_tokens", value)
+        for value in (cast("Iterable[int]", num_tokens) if several else [num_tokens])
+    ]
+    counts.sort(reverse=True)  # what is too small for one count is refused before any is prepared
     try:
         torch.ops.cake.prepare_workspace(workspace, counts)
     except RuntimeError as error:
