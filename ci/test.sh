@@ -82,5 +82,5 @@ pip_install --force-reinstall --no-deps "$wheel"
 rm -f "$CAKE_VENV/.cake-installed"
 workers="$(jobs_count)"
 has_gpu && workers=0 # one process on one GPU
-((workers > 8)) && workers=8
+((workers > 2)) && workers=2 # each holds a whole layer, 2 GB
 OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" python -m pytest -q -n "$workers"
