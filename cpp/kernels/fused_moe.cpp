@@ -125,6 +125,24 @@ Status check_device(Device device) {
   return cuda_support(major, minor);
 }
 
+// On the CPU the prepared constants can be looked at: were they overwritten, or the memory given
+// back and taken anew, since preparation?
+Status check_constants(const Arguments& a) {
+  const Workspace layout(a.shape, a.num_tokens);
+  const auto holds = [&](const Region& region, float value) {
+    const float* first = region_pointer<float>(a.workspace, region);
+    return std::all_of(first, first + a.shape.num_experts, [&](float x) { return x == value; });
+  };
+  if ((a.situ_beta == nullptr && !holds(layout.situ_beta, kDefaultSituBeta)) ||
+      (a.situ_linear_beta == nullptr && !holds(layout.situ_linear_beta, kDefaultSituLinearBeta))) {
+    return invalid_argument(
+        names::kWorkspace,
+        ": expected the SiTU constants that preparation wrote, got other bytes; prepare the buffer "
+        "again, or pass situ_beta and situ_linear_beta when others write to it between calls");
+  }
+  return {};
+}
+
 }  // namespace
 
 Status cuda_support(int32_t major, int32_t minor) {
@@ -177,6 +195,7 @@ Status run(const Arguments& a) {
       check_workspace(a.shape, a.workspace, a.workspace_bytes, a.num_tokens, a.device));
   CAKE_RETURN_IF_ERROR(
       check_prepared(a.shape, a.workspace, a.workspace_bytes, a.num_tokens, a.device));
+  CAKE_RETURN_IF_ERROR(check_constants(a));
   cpu::fused_moe(a);
   return {};
 }

@@ -192,6 +192,9 @@ INSTANTIATE_TEST_SUITE_P(
                   a.workspace = static_cast<char*>(a.workspace) + 8;
                 },
                 "aligned to 64 bytes"},
+        Refusal{"OverwrittenConstants",
+                [](Arguments& a, Operands&, Output&) { std::memset(a.workspace, 0xFF, 64); },
+                "prepare the buffer again"},
         Refusal{"NullInput", [](Arguments& a, Operands&, Output&) { a.input = nullptr; },
                 "input: expected data"},
         Refusal{"NullWeights", [](Arguments& a, Operands&, Output&) { a.w2_sf = nullptr; },
