@@ -189,7 +189,7 @@ _SIZE_REFUSALS: list[tuple[str, Any]] = [
 
 def _id(case: tuple[str, Any]) -> str:
     name, value = case
-    return f"{name}-tensor" if isinstance(value, Tensor) else f"{name}-{value}"
+    return f"{name}-tensor" if isinstance(value, Tensor) else f"{name}-{value!r}"
 
 
 @pytest.mark.parametrize("case", _MOE_REFUSALS, ids=_id)

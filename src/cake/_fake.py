@@ -14,20 +14,47 @@ from cake.support import GROUP_SIZE, KIMI_K3
 _SF_DTYPES = (torch.uint8, torch.float8_e4m3fn)
 
 
-def _check(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], *sizes: int) -> None:
+def _check_dim(name: str, tensor: Tensor, dim: int) -> None:
+    torch._check(
+        tensor.dim() == dim,
+        lambda: f"{name}: expected {dim} dimensions, got shape {list(tensor.shape)}",
+    )
+
+
+def _check(
+    name: str,
+    tensor: Tensor,
+    dtypes: tuple[torch.dtype, ...],
+    sizes: tuple[int, ...],
+    device: torch.device,
+) -> None:
+    torch._check(
+        tensor.device == device,
+        lambda: f"{name}: expected a tensor on {device}, got one on {tensor.device}",
+    )
     torch._check_type(
         tensor.dtype in dtypes,
         lambda: f"{name}: expected {' or '.join(map(str, dtypes))}, got {tensor.dtype}",
     )
-    torch._check(
-        tensor.dim() == len(sizes),
-        lambda: f"{name}: expected {len(sizes)} dimensions, got shape {list(tensor.shape)}",
-    )
+    _check_dim(name, tensor, len(sizes))
     for actual, expected in zip(tensor.shape, sizes, strict=True):
         torch._check(
             actual == expected,
             lambda: f"{name}: expected shape {list(sizes)}, got {list(tensor.shape)}",
         )
+
+
+def _check_one_scale(name: str, scale: Tensor, device: torch.device) -> None:
+    torch._check(
+        scale.numel() == 1,
+        lambda: f"{name}: expected 1 element, got shape {list(scale.shape)}",
+    )
+    _check(name, scale, (torch.float32,), tuple(scale.shape), device)
+
+
+def _check_workspace(workspace: Tensor, device: torch.device) -> None:
+    _check_dim("workspace_buffer", workspace, 1)
+    _check("workspace_buffer", workspace, (torch.uint8, torch.int8), tuple(workspace.shape), device)
 
 
 @torch.library.register_fake("cake::fused_moe")
@@ -49,18 +76,17 @@ def _fused_moe(
     workspace: Tensor,
 ) -> None:
     h, i, e, k = KIMI_K3.hidden, KIMI_K3.intermediate, KIMI_K3.num_experts, KIMI_K3.top_k
+    device = input.device
+    _check_dim("input", input, 2)
     tokens = input.shape[0]
-    _check("input", input, (torch.bfloat16,), tokens, h)
-    _check("token_selected_experts", topk_ids, (torch.int32, torch.int64), tokens, k)
-    _check("token_final_scales", topk_weights, (torch.bfloat16, torch.float32), tokens, k)
-    _check("fc1_expert_weights", w13, (torch.uint8,), e, 2 * i, h // 2)
-    _check("fc2_expert_weights", w2, (torch.uint8,), e, h, i // 2)
-    torch._check(
-        input_scale.numel() == 1,
-        lambda: f"quant_scales[0]: expected 1 element, got shape {list(input_scale.shape)}",
-    )
-    _check("quant_scales[1]", w13_sf, _SF_DTYPES, e, 2 * i, h // GROUP_SIZE)
-    _check("quant_scales[4]", w2_sf, _SF_DTYPES, e, h, i // GROUP_SIZE)
+    _check("input", input, (torch.bfloat16,), (tokens, h), device)
+    _check("token_selected_experts", topk_ids, (torch.int32, torch.int64), (tokens, k), device)
+    _check("token_final_scales", topk_weights, (torch.bfloat16, torch.float32), (tokens, k), device)
+    _check("fc1_expert_weights", w13, (torch.uint8,), (e, 2 * i, h // 2), device)
+    _check("fc2_expert_weights", w2, (torch.uint8,), (e, h, i // 2), device)
+    _check_one_scale("quant_scales[0]", input_scale, device)
+    _check("quant_scales[1]", w13_sf, _SF_DTYPES, (e, 2 * i, h // GROUP_SIZE), device)
+    _check("quant_scales[4]", w2_sf, _SF_DTYPES, (e, h, i // GROUP_SIZE), device)
     per_expert = {
         "quant_scales[2]": fc1_alpha,
         "quant_scales[3]": fc2_input_scale,
@@ -70,26 +96,28 @@ def _fused_moe(
     }
     for name, tensor in per_expert.items():
         if tensor is not None:
-            _check(name, tensor, (torch.float32,), e)
-    _check("output", output, (torch.bfloat16,), tokens, h)
-    _check("workspace_buffer", workspace, (torch.uint8, torch.int8), workspace.shape[0])
+            _check(name, tensor, (torch.float32,), (e,), device)
+    _check("output", output, (torch.bfloat16,), (tokens, h), device)
+    _check_workspace(workspace, device)
 
 
 @torch.library.register_fake("cake::quantize_nvfp4")
 def _quantize_nvfp4(input: Tensor, input_scale: Tensor, packed: Tensor, sf: Tensor) -> None:
+    _check_dim("input", input, 2)
     rows, columns = input.shape
     torch._check(
         columns % GROUP_SIZE == 0,
         lambda: f"input: expected columns a multiple of {GROUP_SIZE}, got {columns}",
     )
-    _check("input", input, (torch.bfloat16,), rows, columns)
-    _check("packed", packed, (torch.uint8,), rows, columns // 2)
-    _check("sf", sf, _SF_DTYPES, rows, columns // GROUP_SIZE)
+    _check("input", input, (torch.bfloat16,), (rows, columns), input.device)
+    _check_one_scale("input_scale", input_scale, input.device)
+    _check("packed", packed, (torch.uint8,), (rows, columns // 2), input.device)
+    _check("sf", sf, _SF_DTYPES, (rows, columns // GROUP_SIZE), input.device)
 
 
 @torch.library.register_fake("cake::prepare_workspace")
 def _prepare_workspace(workspace: Tensor, num_tokens: list[int]) -> None:
-    _check("workspace_buffer", workspace, (torch.uint8, torch.int8), workspace.shape[0])
+    _check_workspace(workspace, workspace.device)
 
 
 @torch.library.register_fake("cake::selftest")

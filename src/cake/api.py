@@ -13,7 +13,7 @@ from cake.config import ActivationType
 
 WEIGHT_LAYOUT: Final = "trtllm_shuffled_nvfp4_group16"
 _UNSET: Final = object()
-_QUANT_SCALES: Final = 6
+_SCALE_NAMES: Final = tuple(f"quant_scales[{i}]" for i in range(6))
 
 
 def cutlass_fused_moe(
@@ -125,7 +125,9 @@ def cutlass_fused_moe(
     Notes
     -----
     Runs on the current stream, allocates nothing besides `output=None`, never reads routing values
-    on the host and may be captured in a CUDA graph or compiled (`fullgraph=True`).
+    on the host and may be captured in a CUDA graph or compiled (`fullgraph=True`). For inference:
+    no gradient flows through it. A compile backend that clones mutated arguments (`aot_eager`)
+    passes a clone of the workspace, which does not count as prepared and is refused.
     """
     if backend != "cake":
         result: Tensor = options.call_flashinfer(cutlass_fused_moe, dict(locals()))
@@ -169,21 +171,21 @@ def cutlass_fused_moe(
             "enable_pdl: expected None or True (every stage uses programmatic dependent launch), "
             "got False"
         )
-    if not isinstance(quant_scales, (list, tuple)) or len(quant_scales) != _QUANT_SCALES:
+    if not isinstance(quant_scales, (list, tuple)) or len(quant_scales) != len(_SCALE_NAMES):
         got = len(quant_scales) if isinstance(quant_scales, (list, tuple)) else quant_scales
         raise ValueError(
             "quant_scales: expected a list of six tensors (qX, FC1 block scales, dX*dW13, qA, "
             f"FC2 block scales, dA*dW2), got {got!r}"
         )
+    options.check_tensor("input", input)
     for name, value in (
-        ("input", input),
         ("token_selected_experts", token_selected_experts),
         ("token_final_scales", token_final_scales),
         ("fc1_expert_weights", fc1_expert_weights),
         ("fc2_expert_weights", fc2_expert_weights),
-        *((f"quant_scales[{i}]", scale) for i, scale in enumerate(quant_scales)),
+        *zip(_SCALE_NAMES, quant_scales, strict=True),
     ):
-        options.check_tensor(name, value)
+        options.check_tensor(name, value, input.device)
     for name, optional in (
         ("situ_beta", situ_beta),
         ("situ_linear_beta", situ_linear_beta),
@@ -191,7 +193,7 @@ def cutlass_fused_moe(
         ("workspace_buffer", workspace_buffer),
     ):
         if optional is not None:
-            options.check_tensor(name, optional)
+            options.check_tensor(name, optional, input.device)
     if workspace_buffer is None:
         if input.dim() != 2 or input.shape[0] != 0:
             raise ValueError(
@@ -222,6 +224,8 @@ def cutlass_fused_moe(
         torch.ops.cake.fused_moe(*arguments)
     except RuntimeError as error:
         raise errors.translate(error) from None
+    # What autograd sees of an in-place write, which the operator itself cannot announce.
+    torch.autograd.graph.increment_version((output, workspace_buffer))
     return output
 
 

@@ -27,6 +27,12 @@ def call_flashinfer(function: Callable[..., Any], arguments: dict[str, Any]) -> 
             f"backend='cake'; others are FlashInfer's, and flashinfer.fused_moe."
             f"{function.__name__} is not to be had here ({error}): pip install flashinfer-python"
         ) from None
+    accepted = inspect.signature(target).parameters.values()
+    if not any(p.name == "backend" or p.kind is p.VAR_KEYWORD for p in accepted):
+        raise errors.UnsupportedError(
+            f"backend: unsupported fused MoE backend {backend!r}: the FlashInfer installed here "
+            "has no choice of backends: pip install --upgrade flashinfer-python"
+        )
     defaults = {name: p.default for name, p in inspect.signature(function).parameters.items()}
     given = {
         name: value
@@ -85,11 +91,18 @@ def refuse_unsupported(
             raise errors.UnsupportedError(f"{name}: expected False, got {switch!r}")
 
 
-def check_tensor(name: str, value: object) -> None:
-    """Raise unless `value` is a tensor on a device that cake knows."""
+def check_tensor(name: str, value: object, device: torch.device | None = None) -> None:
+    """Raise unless `value` is a strided tensor, on `device` or, when None, where cake can run."""
     if not isinstance(value, Tensor):
         raise errors.DTypeError(f"{name}: expected a torch.Tensor, got {type(value).__name__}")
-    if value.device.type not in ("cpu", "cuda", "meta"):
+    if value.layout is not torch.strided:
+        raise errors.UnsupportedError(f"{name}: expected a strided tensor, got {value.layout}")
+    if device is not None:
+        if value.device != device:
+            raise ValueError(
+                f"{name}: expected a tensor on {device} like input, got one on {value.device}"
+            )
+    elif value.device.type not in ("cpu", "cuda", "meta"):
         raise errors.UnsupportedError(
             f"{name}: expected a tensor on cpu or cuda, got one on {value.device}"
         )

@@ -15,6 +15,7 @@ from typing import SupportsIndex, cast
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from cake import errors, support
 
@@ -45,14 +46,20 @@ def _own(workspace: Tensor) -> None:
     _owners[place] = weakref.ref(storage, lambda owner: _forget(place, owner))
 
 
+def _has_memory(workspace: Tensor) -> bool:
+    return workspace.device.type != "meta" and not isinstance(workspace, FakeTensor)
+
+
 def forget_if_moved(workspace: Tensor) -> None:
-    """Drop the entry at this address unless `workspace` has the storage that was prepared."""
-    place = _place(workspace)
-    owner = _owners.get(place)
-    if owner is None:
-        torch.ops.cake.release_workspace(place[1], place[0])
-    elif owner() is not workspace.untyped_storage():
-        _forget(place, owner)
+    """Drop the entry at this address unless `workspace` has the storage that was prepared.
+
+    A buffer prepared by the operator itself has no entry here: its user keeps track of its life.
+    """
+    if _has_memory(workspace):
+        place = _place(workspace)
+        owner = _owners.get(place)
+        if owner is not None and owner() is not workspace.untyped_storage():
+            _forget(place, owner)
 
 
 def token_count(name: str, value: object) -> int:
@@ -81,9 +88,18 @@ def prepare(workspace: Tensor, num_tokens: int | Iterable[int]) -> None:
         for value in (cast("Iterable[int]", num_tokens) if several else [num_tokens])
     ]
     counts.sort(reverse=True)  # what is too small for one count is refused before any is prepared
+    if _has_memory(workspace):
+        end = workspace.storage_offset() + workspace.numel()
+        available = workspace.untyped_storage().nbytes()
+        if workspace.element_size() == 1 and end > available:
+            raise ValueError(
+                f"workspace_buffer: expected {end} bytes in its storage, got {available}: the "
+                "storage was resized under the tensor"
+            )
     try:
         torch.ops.cake.prepare_workspace(workspace, counts)
     except RuntimeError as error:
         raise errors.translate(error) from None
-    if any(counts):
+    torch.autograd.graph.increment_version(workspace)
+    if any(counts) and _has_memory(workspace):
         _own(workspace)
