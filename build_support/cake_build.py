@@ -47,7 +47,12 @@ def torch_include() -> Path | None:
 
 def _is_recent(compiler: Path) -> bool:
     """Whether nvcc is of CUDA 13, the first release that compiles for every GPU we build for."""
-    answer = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False)
+    try:
+        answer = subprocess.run(
+            [compiler, "--version"], capture_output=True, text=True, check=False
+        )
+    except OSError:  # no program
+        return False
     release = re.search(r"release (\d+)\.", answer.stdout)
     return release is not None and int(release[1]) >= 13
 

@@ -14,7 +14,7 @@ need_nvcc
 
 step "Build and install cake" "Read the log named above; remove build/wheel to start afresh."
 installed="$CAKE_VENV/.cake-installed"
-sources=("$ROOT"/{CMakeLists.txt,pyproject.toml,README.md,build_support,cpp,src})
+sources=("$ROOT"/{CMakeLists.txt,pyproject.toml,README.md,build_support,cmake,cpp,src})
 if [[ -n "${CAKE_WHEEL:-}" ]]; then
   quiet install python -m pip install --force-reinstall --no-deps "$CAKE_WHEEL"
   need_extra cli

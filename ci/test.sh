@@ -71,6 +71,11 @@ step "Wheel" "See the step named above."
 bash ci/build_wheel.sh
 wheel="$(ls dist/*.whl)"
 
+step "Wheel: as pip builds it" "A build requirement is missing in pyproject.toml or cake_build.py."
+# In pip's own isolated environment, as for a user; without CUDA, which was compiled just now.
+quiet isolated python -m pip wheel . --no-deps -w build/isolated \
+  --config-settings=cmake.define.CAKE_CUDA=OFF
+
 step "Wheel: what it ships" "Each line marked - says what to change in the build."
 python ci/check_binary.py "$wheel"
 

@@ -33,6 +33,6 @@ function(cake_cuda_target target)
   target_compile_options(${target} PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:--compress-mode=size
     $<$<BOOL:${CAKE_LINEINFO}>:-lineinfo>
     -Werror=all-warnings -Xptxas=--warn-on-spills,--warn-on-local-memory-usage
-    "-Xcompiler=-Wall,-ffp-contract=off,-ffile-prefix-map=${CMAKE_SOURCE_DIR}/=">)
+    -Xcompiler=-Wall,-ffp-contract=off,-ffile-prefix-map=${CMAKE_SOURCE_DIR}/=>)
   target_link_libraries(${target} PUBLIC CUDA::cudart_static)
 endfunction()

@@ -364,3 +364,25 @@ def test_import_needs_neither_rich_nor_numpy():
         "import cake, cake.weights, cake.modelopt"
     )
     subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_preparation_does_not_depend_on_the_default_dtype(dtype: torch.dtype) -> None:
+    """Servers load models under torch.set_default_dtype(bfloat16)."""
+    generator = torch.Generator().manual_seed(0)
+    w13 = torch.randn(2, 128, 128, generator=generator).bfloat16()
+    w2 = torch.randn(2, 128, 64, generator=generator).bfloat16()
+
+    def prepare() -> list[torch.Tensor]:
+        weights = prepare_weights(w13, w2, w13_order="up_gate", w13_scale="amax", w2_scale=0.1)
+        return [*weights.tensors().values(), *weights.quant_scales(0.3, 0.7)]
+
+    expected = prepare()
+    torch.set_default_dtype(dtype)
+    try:
+        actual = prepare()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for a, e in zip(actual, expected, strict=True):
+        assert a.dtype == e.dtype
+        assert torch.equal(a.view(torch.uint8), e.view(torch.uint8))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 import torch
 from layer_calls import (
@@ -104,7 +105,9 @@ def test_one_buffer_for_several_token_counts(layer: Layer) -> None:
     assert_same_bits(run(calls[0], workspace_buffer=buffer), expected[0])
 
 
-@pytest.mark.parametrize("counts", [range(1, 9), [1, 8], {1, 8}, (8,), iter([1, 8])], ids=str)
+@pytest.mark.parametrize(
+    "counts", [range(1, 9), [1, 8], {1, 8}, (8,), iter([1, 8])], ids=lambda c: type(c).__name__
+)
 def test_an_iterable_prepares_each_count(layer: Layer, counts: object) -> None:
     buffer = unprepared(8)
     prepare(buffer, counts)  # type: ignore[arg-type]
@@ -319,3 +322,16 @@ def test_threads_may_prepare_and_free_workspaces_at_once(layer: Layer) -> None:
         for outputs, wanted in zip(pool.map(repeat, calls), expected, strict=True):
             for output in outputs:
                 assert_same_bits(output, wanted)
+
+
+def test_a_new_buffer_at_the_address_of_a_moved_one_can_be_prepared(layer: Layer) -> None:
+    """Two storages over the same memory: preparing the second must not undo itself."""
+    memory = np.zeros(1 << 20, dtype=np.uint8)
+    start = -memory.ctypes.data % 128
+    first = torch.from_numpy(memory)[start:]
+    second = torch.from_numpy(memory)[start:]
+    assert first.data_ptr() == second.data_ptr()
+    prepare(first, T)
+    assert_not_prepared(layer.call(T, workspace=first), second)
+    prepare(second, T)
+    run({**layer.call(T, workspace=second), "workspace_buffer": second})

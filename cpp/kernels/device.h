@@ -26,6 +26,12 @@ class CurrentDevice {
 Status compute_capability(int32_t index, int32_t* major, int32_t* minor);
 
 Status quantize(const QuantizeArguments& arguments);
+Status fused_moe(const Arguments& arguments);
+
+// Writes the default SiTU constants of a workspace and loads every kernel that a call with
+// `num_tokens` tokens launches. kRuntimeError while `stream` records a graph.
+Status prepare(void* workspace, int32_t num_tokens, void* stream);
+
 Status selftest(int32_t* out, int64_t count, void* stream);
 
 }  // namespace cake::device

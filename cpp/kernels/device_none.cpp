@@ -17,6 +17,8 @@ CurrentDevice::CurrentDevice(int32_t) : status_(no_cuda()) {}
 CurrentDevice::~CurrentDevice() = default;
 Status compute_capability(int32_t, int32_t*, int32_t*) { return no_cuda(); }
 Status quantize(const QuantizeArguments&) { return no_cuda(); }
+Status fused_moe(const Arguments&) { return no_cuda(); }
+Status prepare(void*, int32_t, void*) { return no_cuda(); }
 Status selftest(int32_t*, int64_t, void*) { return no_cuda(); }
 
 }  // namespace cake::device

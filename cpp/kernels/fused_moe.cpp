@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <array>
+#include <exception>
 
 #include "cpu/parallel.h"
 #include "cpu/stages.h"
@@ -10,18 +11,20 @@
 #include "message.h"
 #include "names.h"
 #include "prepared.h"
+#include "span.h"
 #include "workspace.h"
 
 namespace cake {
 namespace {
 
 Status check_shape(const Shape& s) {
-  if (s.hidden <= 0 || s.hidden % 128 != 0 || s.intermediate <= 0 || s.intermediate % 64 != 0 ||
-      s.num_experts <= 0 || s.top_k <= 0) {
+  if (!is_supported(s)) {
     return invalid_argument(
-        "shape: expected hidden a multiple of 128, intermediate of 64, at least one ",
-        "expert and slot; got hidden=", s.hidden, ", intermediate=", s.intermediate,
-        ", num_experts=", s.num_experts, ", top_k=", s.top_k);
+        "shape: expected hidden a multiple of 128 and intermediate of 64 (both up to 65536), 1 to "
+        "65536 "
+        "experts and 1 to 1024 slots; got hidden=",
+        s.hidden, ", intermediate=", s.intermediate, ", num_experts=", s.num_experts,
+        ", top_k=", s.top_k);
   }
   return {};
 }
@@ -54,20 +57,6 @@ Status check_workspace(const Shape& shape, const void* workspace, int64_t bytes,
   return {};
 }
 
-struct Span {
-  const char* name;
-  const void* data;
-  int64_t bytes;
-
-  bool overlaps(const Span& other) const {
-    const auto a = reinterpret_cast<uintptr_t>(data);
-    const auto b = reinterpret_cast<uintptr_t>(other.data);
-    return bytes > 0 && other.bytes > 0 && a < b + static_cast<uintptr_t>(other.bytes) &&
-           b < a + static_cast<uintptr_t>(bytes);
-  }
-};
-
-// Every operand is there, and nothing written overlaps anything else.
 Status check_operands(const Arguments& a) {
   const int64_t h = a.shape.hidden;
   const int64_t i = a.shape.intermediate;
@@ -91,33 +80,38 @@ Status check_operands(const Arguments& a) {
       {names::kSituLinearBeta, a.situ_linear_beta,
        a.situ_linear_beta != nullptr ? experts_bytes : 0},
   }};
-  const Span output{names::kOutput, a.output, 2 * a.num_tokens * h};
-  const Span workspace{names::kWorkspace, a.workspace, a.workspace_bytes};
+  return check_memory(reads, {{names::kOutput, a.output, 2 * a.num_tokens * h},
+                              {names::kWorkspace, a.workspace, a.workspace_bytes}});
+}
 
-  for (const Span& span : reads) {
-    if (span.bytes > 0 && span.data == nullptr) {
-      return invalid_argument(span.name, ": expected data, got a null pointer");
-    }
-    for (const Span* written : {&output, &workspace}) {
-      if (written->overlaps(span)) {
-        return invalid_argument(
-            written->name, ": expected memory of its own, got memory that overlaps ", span.name);
-      }
-    }
-  }
-  if (output.data == nullptr) {
-    return invalid_argument("output: expected data, got a null pointer");
-  }
-  if (output.overlaps(workspace)) {
+// -1 stands for contiguous rows of `columns`.
+Status resolve_stride(int64_t columns, int64_t* stride) {
+  if (*stride < -1) {
     return invalid_argument(
-        "output: expected memory of its own, got memory that overlaps workspace_buffer");
+        names::kInput, ": expected a row stride of at least 0 (-1: contiguous), got ", *stride);
   }
+  *stride = *stride == -1 ? columns : *stride;
   return {};
 }
 
-Status check_device(Device device) {
+// No exception crosses the public interface.
+template <class Function>
+Status guarded(const Function& function) {
+  try {
+    return function();
+  } catch (const std::exception& exception) {
+    return error(StatusCode::kRuntimeError, exception.what());
+  }
+}
+
+Status check_device(Device device, const Shape& shape) {
   if (device.type == DeviceType::kCpu) {
     return {};
+  }
+  if (shape != kKimiK3) {
+    return error(
+        StatusCode::kUnsupported,
+        "shape: expected hidden=3584, intermediate=384, num_experts=896, top_k=16 on a GPU");
   }
   int32_t major = 0;
   int32_t minor = 0;
@@ -146,28 +140,39 @@ Status check_constants(const Arguments& a) {
 }  // namespace
 
 Status cuda_support(int32_t major, int32_t minor) {
+  if (major == 9 && minor == 0) {
+    return {};
+  }
   return error(StatusCode::kUnsupported,
-               "device: this version of cake runs fused_moe on CPU tensors only, got CUDA compute "
-               "capability ",
+               "device: expected a GPU of compute capability 9.0 (H100, H200) or CPU tensors, got "
+               "compute capability ",
                major, ".", minor);
 }
 
 Status prepare(const Shape& shape, void* workspace, int64_t bytes, int32_t num_tokens,
-               Device device, void*) {
-  CAKE_RETURN_IF_ERROR(check_shape(shape));
-  CAKE_RETURN_IF_ERROR(check_num_tokens(num_tokens));
-  if (num_tokens == 0) {
+               Device device, void* stream) {
+  return guarded([&]() -> Status {
+    CAKE_RETURN_IF_ERROR(check_shape(shape));
+    CAKE_RETURN_IF_ERROR(check_num_tokens(num_tokens));
+    if (num_tokens == 0) {
+      return {};
+    }
+    CAKE_RETURN_IF_ERROR(check_workspace(shape, workspace, bytes, num_tokens, device));
+    CAKE_RETURN_IF_ERROR(check_device(device, shape));
+    if (device.type == DeviceType::kCuda) {
+      const device::CurrentDevice guard(device.index);
+      CAKE_RETURN_IF_ERROR(guard.status());
+      CAKE_RETURN_IF_ERROR(device::prepare(workspace, num_tokens, stream));
+    } else {
+      const Workspace layout(shape, num_tokens);
+      std::fill_n(region_pointer<float>(workspace, layout.situ_beta), shape.num_experts,
+                  kDefaultSituBeta);
+      std::fill_n(region_pointer<float>(workspace, layout.situ_linear_beta), shape.num_experts,
+                  kDefaultSituLinearBeta);
+    }
+    prepared::add(shape, workspace, bytes, num_tokens, device);
     return {};
-  }
-  CAKE_RETURN_IF_ERROR(check_workspace(shape, workspace, bytes, num_tokens, device));
-  CAKE_RETURN_IF_ERROR(check_device(device));
-  const Workspace layout(shape, num_tokens);
-  auto* const beta = region_pointer<float>(workspace, layout.situ_beta);
-  auto* const linear_beta = region_pointer<float>(workspace, layout.situ_linear_beta);
-  std::fill_n(beta, shape.num_experts, kDefaultSituBeta);
-  std::fill_n(linear_beta, shape.num_experts, kDefaultSituLinearBeta);
-  prepared::add(shape, workspace, bytes, num_tokens, device);
-  return {};
+  });
 }
 
 Status check_prepared(const Shape& shape, const void* workspace, int64_t bytes, int32_t num_tokens,
@@ -183,50 +188,75 @@ Status check_prepared(const Shape& shape, const void* workspace, int64_t bytes, 
 
 void release(const void* workspace, Device device) { prepared::remove(workspace, device); }
 
-Status run(const Arguments& a) {
-  CAKE_RETURN_IF_ERROR(check_shape(a.shape));
-  CAKE_RETURN_IF_ERROR(check_num_tokens(a.num_tokens));
-  if (a.num_tokens == 0) {
+Status run(const Arguments& arguments) {
+  return guarded([&]() -> Status {
+    Arguments a = arguments;
+    CAKE_RETURN_IF_ERROR(check_shape(a.shape));
+    CAKE_RETURN_IF_ERROR(check_num_tokens(a.num_tokens));
+    if (a.num_tokens == 0) {
+      return {};
+    }
+    CAKE_RETURN_IF_ERROR(resolve_stride(a.shape.hidden, &a.input_stride));
+    CAKE_RETURN_IF_ERROR(check_device(a.device, a.shape));
+    CAKE_RETURN_IF_ERROR(
+        check_workspace(a.shape, a.workspace, a.workspace_bytes, a.num_tokens, a.device));
+    CAKE_RETURN_IF_ERROR(check_operands(a));
+    CAKE_RETURN_IF_ERROR(
+        check_prepared(a.shape, a.workspace, a.workspace_bytes, a.num_tokens, a.device));
+    if (a.device.type == DeviceType::kCuda) {
+      const device::CurrentDevice guard(a.device.index);
+      CAKE_RETURN_IF_ERROR(guard.status());
+      return device::fused_moe(a);
+    }
+    CAKE_RETURN_IF_ERROR(check_constants(a));
+    cpu::fused_moe(a);
     return {};
-  }
-  CAKE_RETURN_IF_ERROR(check_device(a.device));
-  CAKE_RETURN_IF_ERROR(check_operands(a));
-  CAKE_RETURN_IF_ERROR(
-      check_workspace(a.shape, a.workspace, a.workspace_bytes, a.num_tokens, a.device));
-  CAKE_RETURN_IF_ERROR(
-      check_prepared(a.shape, a.workspace, a.workspace_bytes, a.num_tokens, a.device));
-  CAKE_RETURN_IF_ERROR(check_constants(a));
-  cpu::fused_moe(a);
-  return {};
+  });
 }
 
-Status quantize_nvfp4(const QuantizeArguments& a) {
-  if (a.rows < 0 || a.columns < 0 || a.columns % kGroupSize != 0) {
-    return invalid_argument("input: expected [rows, columns] with columns a multiple of ",
-                            kGroupSize, ", got [", a.rows, ", ", a.columns, "]");
-  }
-  if (a.rows == 0 || a.columns == 0) {
-    return {};
-  }
-  if (a.device.type == DeviceType::kCpu) {
-    cpu::quantize(a, a.executor != nullptr ? *a.executor : cpu::default_executor());
-    return {};
-  }
-  const device::CurrentDevice guard(a.device.index);
-  CAKE_RETURN_IF_ERROR(guard.status());
-  return device::quantize(a);
+Status quantize_nvfp4(const QuantizeArguments& arguments) {
+  return guarded([&]() -> Status {
+    QuantizeArguments a = arguments;
+    if (a.rows < 0 || a.columns < 0 || a.columns % kGroupSize != 0) {
+      return invalid_argument("input: expected [rows, columns] with columns a multiple of ",
+                              kGroupSize, ", got [", a.rows, ", ", a.columns, "]");
+    }
+    if (a.rows == 0 || a.columns == 0) {
+      return {};
+    }
+    CAKE_RETURN_IF_ERROR(resolve_stride(a.columns, &a.input_stride));
+    CAKE_RETURN_IF_ERROR(check_memory(
+        std::array<Span, 2>{
+            {{names::kInput, a.input, 2 * ((a.rows - 1) * a.input_stride + a.columns)},
+             {"input_scale", a.input_scale, int64_t{sizeof(float)}}}},
+        {{"packed", a.packed, a.rows * a.columns / 2},
+         {"sf", a.sf, a.rows * a.columns / kGroupSize}}));
+    if (a.device.type == DeviceType::kCpu) {
+      cpu::quantize(a, a.executor != nullptr ? *a.executor : cpu::default_executor());
+      return {};
+    }
+    const device::CurrentDevice guard(a.device.index);
+    CAKE_RETURN_IF_ERROR(guard.status());
+    return device::quantize(a);
+  });
 }
 
 Status run_selftest(int32_t* out, int64_t count, Device device, void* stream) {
-  if (device.type == DeviceType::kCpu) {
-    for (int64_t i = 0; i < count; ++i) {
-      out[i] = static_cast<int32_t>(i % 1000);
+  return guarded([&]() -> Status {
+    if (count < 0 || (count > 0 && out == nullptr)) {
+      return invalid_argument("out: expected memory for at least 0 values, got ", out, " and ",
+                              count);
     }
-    return {};
-  }
-  const device::CurrentDevice guard(device.index);
-  CAKE_RETURN_IF_ERROR(guard.status());
-  return device::selftest(out, count, stream);
+    if (device.type == DeviceType::kCpu) {
+      for (int64_t i = 0; i < count; ++i) {
+        out[i] = static_cast<int32_t>(i % 1000);
+      }
+      return {};
+    }
+    const device::CurrentDevice guard(device.index);
+    CAKE_RETURN_IF_ERROR(guard.status());
+    return count > 0 ? device::selftest(out, count, stream) : Status{};
+  });
 }
 
 }  // namespace cake

@@ -19,23 +19,37 @@ inline Status cuda_status(cudaError_t code, const char* what) {
 struct LaunchConfig {
   dim3 grid;
   dim3 block;
+  uint32_t cluster = 1;  // CTAs
   size_t shared_bytes = 0;
   cudaStream_t stream = nullptr;
 };
 
+// Loads a kernel on the current device, so that nothing is loaded during a capture, and allows it
+// `shared_bytes` of dynamic shared memory.
+template <class... Parameters>
+Status load_kernel(const char* name, void (*kernel)(Parameters...), size_t shared_bytes = 0) {
+  cudaFuncAttributes attributes{};
+  CAKE_RETURN_IF_ERROR(cuda_status(cudaFuncGetAttributes(&attributes, kernel), name));
+  return cuda_status(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                          static_cast<int>(shared_bytes)),
+                     name);
+}
+
 template <class... Parameters, class... Arguments>
 Status launch(const char* name, const LaunchConfig& where, void (*kernel)(Parameters...),
               const Arguments&... arguments) {
-  cudaLaunchAttribute dependent{};
-  dependent.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  dependent.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchAttribute attributes[2]{};
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim = {where.cluster, 1, 1};
   cudaLaunchConfig_t config{};
   config.gridDim = where.grid;
   config.blockDim = where.block;
   config.dynamicSmemBytes = where.shared_bytes;
   config.stream = where.stream;
-  config.attrs = &dependent;
-  config.numAttrs = 1;
+  config.attrs = attributes;
+  config.numAttrs = where.cluster > 1 ? 2 : 1;
   return cuda_status(cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...), name);
 }
 

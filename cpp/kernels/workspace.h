@@ -5,12 +5,14 @@
 //   situ_linear     E * 4                     prepare -> forever
 //   input_packed    T * H/2                   quantize -> fc1
 //   input_sf        T * H/16                  quantize -> fc1   (linear)
-//   expert_offsets  (E + 1) * 4               route -> fc1, fc2
+//   expert_offsets  (E + 1) * 4               route -> fc1, fc2 (CPU)
 //   expert_pairs    P * 4                     route -> fc1, fc2 (pairs by expert, token, slot)
+//   tiles           min(P, P/8 + E) * 16      route -> fc1, fc2 (CUDA)
+//   num_tiles       4                         route -> fc1, fc2 (CUDA)
 //   fc1_packed      P * I/2                   fc1 -> fc2        (row = pair)
 //   fc1_sf          P * I/16                  fc1 -> fc2        (linear)
-//   fc2_rows        P * kFc2BlockRows * 2     fc2 -> finalize   (one block of output rows at a
-//   time)
+//   fc2_rows        min(P * H * 2, 128 MiB)   fc2 -> finalize   (some output columns at a time)
+//   work_counter    4, pooled counts only     route -> fc2      (FC2 claims its work from it)
 //
 // T tokens, P = T * top_k pairs; pair p is slot p % top_k of token p / top_k.
 #pragma once
@@ -22,7 +24,32 @@
 
 namespace cake {
 
-inline constexpr int32_t kFc2BlockRows = 128;  // output columns finalized together
+inline constexpr int32_t kFc2BlockRows = 128;        // output columns of one block of FC2
+inline constexpr int64_t kFc2RowsBytes = 128 << 20;  // so much of FC2's result exists at a time
+inline constexpr int32_t kSmallestTilePairs = 8;
+
+// Whole 128x4 blocks of scales, and sizes whose products fit.
+constexpr bool is_supported(const Shape& s) {
+  return s.hidden > 0 && s.hidden % 128 == 0 && s.hidden <= 65536 && s.intermediate > 0 &&
+         s.intermediate % 64 == 0 && s.intermediate <= 65536 && s.num_experts > 0 &&
+         s.num_experts <= 65536 && s.top_k > 0 && s.top_k <= 1024;
+}
+
+// Whether FC2 claims its work from a counter for this token count (the pooled routes).
+constexpr bool is_pooled(int32_t num_tokens) {
+  return num_tokens >= 8 && num_tokens <= 1024 && (num_tokens & (num_tokens - 1)) == 0;
+}
+
+// Blocks of output columns that FC2 computes in one launch: as many as fc2_rows holds, in parts of
+// nearly equal size.
+constexpr int32_t fc2_blocks_per_part(const Shape& shape, int32_t num_tokens) {
+  const int64_t block_bytes = int64_t{num_tokens} * shape.top_k * kFc2BlockRows * 2;
+  const int64_t blocks = shape.hidden / kFc2BlockRows;
+  const int64_t fitting =
+      block_bytes * blocks <= kFc2RowsBytes ? blocks : kFc2RowsBytes / block_bytes;
+  const int64_t parts = (blocks + fitting - 1) / fitting;
+  return static_cast<int32_t>((blocks + parts - 1) / parts);
+}
 
 struct Region {
   const char* name = "";
@@ -37,17 +64,21 @@ struct Workspace {
   Region input_sf;
   Region expert_offsets;
   Region expert_pairs;
+  Region tiles;
+  Region num_tiles;
   Region fc1_packed;
   Region fc1_sf;
   Region fc2_rows;
+  Region work_counter;  // empty when not pooled
   int64_t total_bytes = 0;
 
   Workspace(const Shape& shape, int32_t num_tokens);
 
   // All regions, in the order of their offsets.
-  std::array<const Region*, 9> regions() const {
-    return {&situ_beta,    &situ_linear_beta, &input_packed, &input_sf, &expert_offsets,
-            &expert_pairs, &fc1_packed,       &fc1_sf,       &fc2_rows};
+  std::array<const Region*, 12> regions() const {
+    return {&situ_beta,      &situ_linear_beta, &input_packed, &input_sf,
+            &expert_offsets, &expert_pairs,     &tiles,        &num_tiles,
+            &fc1_packed,     &fc1_sf,           &fc2_rows,     &work_counter};
   }
 };
 

@@ -155,14 +155,5 @@ TEST_F(OnGpu, SelftestRunsTheCubinOfThisGpu) {
   }
 }
 
-TEST_F(OnGpu, FusedMoeNamesWhatIsSupported) {
-  Arguments a;
-  a.num_tokens = 1;
-  a.device = kGpu;
-  const Status status = run(a);
-  EXPECT_EQ(status.code(), StatusCode::kUnsupported);
-  EXPECT_NE(status.message().find("CPU"), std::string::npos) << status.message();
-}
-
 }  // namespace
 }  // namespace cake

@@ -195,6 +195,8 @@ INSTANTIATE_TEST_SUITE_P(
         Refusal{"OverwrittenConstants",
                 [](Arguments& a, Operands&, Output&) { std::memset(a.workspace, 0xFF, 64); },
                 "prepare the buffer again"},
+        Refusal{"NegativeStride", [](Arguments& a, Operands&, Output&) { a.input_stride = -128; },
+                "input: expected a row stride"},
         Refusal{"NullInput", [](Arguments& a, Operands&, Output&) { a.input = nullptr; },
                 "input: expected data"},
         Refusal{"NullWeights", [](Arguments& a, Operands&, Output&) { a.w2_sf = nullptr; },
@@ -212,6 +214,36 @@ INSTANTIATE_TEST_SUITE_P(
         Refusal{"BadShape", [](Arguments& a, Operands&, Output&) { a.shape.hidden = 96; },
                 "shape: expected hidden a multiple of 128"}),
     [](const auto& info) { return info.param.name; });
+
+TEST(FusedMoe, StrideMinusOneMeansContiguousRows) {
+  const Operands o = testing::random_operands({128, 64, 8, 4}, 3, 7);
+  Arguments a = o.arguments();
+  const auto expected = run_once(o, a, 0xFF);
+  a.input_stride = -1;
+  EXPECT_EQ(run_once(o, a, 0xFF), expected);
+}
+
+TEST(FusedMoe, BytesOfAnUnsupportedRequestAreMinusOne) {
+  EXPECT_EQ(workspace_bytes(kKimiK3, -1), -1);
+  EXPECT_EQ(workspace_bytes(kKimiK3, kMaxTokens + 1), -1);
+  EXPECT_EQ(workspace_bytes({100, 64, 8, 4}, 1), -1);
+  EXPECT_GT(workspace_bytes(kKimiK3, 0), 0);
+}
+
+TEST(Quantize, RefusesNullAndOverlappingMemory) {
+  std::vector<uint16_t> memory(64);
+  const float q = 1.0f;
+  QuantizeArguments a{.input = memory.data(), .rows = 1, .columns = 32, .input_scale = &q};
+  EXPECT_NE(quantize_nvfp4(a).message().find("packed: expected data"), std::string::npos);
+  a.packed = memory.data() + 24;
+  a.sf = memory.data() + 40;
+  EXPECT_NE(quantize_nvfp4(a).message().find("overlaps input"), std::string::npos);
+  a.packed = memory.data() + 33;
+  a.sf = memory.data() + 40;
+  EXPECT_NE(quantize_nvfp4(a).message().find("overlaps sf"), std::string::npos);
+  a.sf = memory.data() + 48;
+  EXPECT_TRUE(quantize_nvfp4(a).ok());
+}
 
 TEST(Prepare, RefusesATooSmallBufferAndSaysTheBytes) {
   alignas(128) char buffer[256];

@@ -37,7 +37,7 @@ def _load() -> None:
     except OSError as error:
         raise ImportError(
             f"cake: {path} did not load with torch {torch.__version__}: {error}. "
-            "It needs Linux with glibc 2.34 or newer and the C++ runtime of GCC 9 or newer."
+            "It needs Linux with glibc 2.34 or newer and the C++ runtime of GCC 11 or newer."
         ) from error
 
 

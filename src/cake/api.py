@@ -194,14 +194,16 @@ def cutlass_fused_moe(
     ):
         if optional is not None:
             options.check_tensor(name, optional, input.device)
+    if output is not None and output.requires_grad:
+        raise ValueError("output: expected a tensor that requires no gradient, got one that does")
     if workspace_buffer is None:
-        if input.dim() != 2 or input.shape[0] != 0:
+        if input.dim() == 2 and input.shape[0] != 0:
             raise ValueError(
                 "workspace_buffer: expected a prepared buffer, got None; allocate one of "
                 "cutlass_fused_moe_workspace_size(...) bytes and prepare it with "
                 "cake_fused_moe_prepare_workspace"
             )
-        workspace_buffer = input.new_empty(0, dtype=torch.uint8)
+        workspace_buffer = input.new_empty(0, dtype=torch.uint8)  # T = 0 needs none
     if output is None:
         output = input.new_empty(input.shape, dtype=torch.bfloat16)
     arguments = (

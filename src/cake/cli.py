@@ -1,4 +1,4 @@
-"""The `cake` command: `cake info` and `cake demo`."""
+"""The `cake` command: `cake info`, `cake demo` and `cake check`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from cake import demo, info
+from cake import check, demo, info
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -28,10 +28,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     info.add_command(commands)
     demo.add_command(commands)
+    check.add_command(commands)
     arguments = parser.parse_args(argv)
     try:
         return int(arguments.run(arguments))
-    except (ValueError, OSError, ImportError) as error:
+    except (ValueError, OSError, ImportError, RuntimeError) as error:
         print(f"cake {arguments.command}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

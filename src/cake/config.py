@@ -182,7 +182,7 @@ class TrtllmFp4Config:
         check_tensor("w1_bf16", w1_bf16, torch.bfloat16, (experts, 2 * i, h))
         check_tensor("w2_bf16", w2_bf16, torch.bfloat16, (experts, h, i))
         prepared = prepare_weights(w1_bf16, w2_bf16, w13_order="up_gate", device=device)
-        ones = torch.ones(experts, device=prepared.device)
+        ones = torch.ones(experts, dtype=torch.float32, device=prepared.device)
         return {
             "gemm1_weights": prepared.w13,
             "gemm1_weights_scale": prepared.w13_sf,
@@ -229,5 +229,5 @@ class TrtllmFp4Config:
                 f"got {tuple(x.shape)}"
             )
         check_tensor("hidden_states_bf16", x, torch.bfloat16, tuple(x.shape))
-        packed, sf = quantize_rows(x.contiguous(), torch.ones(1))
+        packed, sf = quantize_rows(x.contiguous(), torch.ones(1, dtype=torch.float32))
         return packed, sf.view(torch.float8_e4m3fn)

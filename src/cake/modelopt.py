@@ -171,7 +171,9 @@ def prepare_modelopt_layer(
     for e in expert_range(experts, progress):
         up, gate = (load(e, projection, "weight") for projection in ("up", "gate"))
         up_sf, gate_sf = (load(e, projection, "weight_scale") for projection in ("up", "gate"))
-        pair = torch.tensor([[weight_scale[e, p, "weight_scale_2"] for p in ("up", "gate")]])
+        pair = torch.tensor(
+            [[weight_scale[e, p, "weight_scale_2"] for p in ("up", "gate")]], dtype=torch.float32
+        )
         w13_sf, w13_scale = unify_gate_up(torch.cat((up_sf, gate_sf)).unsqueeze(0), pair)
         lost = int(((w13_sf[0] == 0) & (torch.cat((up_sf, gate_sf)) != 0)).sum())
         if lost:
@@ -334,4 +336,6 @@ def _activation_scales(
         if not values:
             raise ValueError(f"input_scale: expected at least one for {what}, got none")
     largest = max(downs.values())
-    return max(inputs), torch.tensor([downs.get(e, largest) for e in range(experts)])
+    return max(inputs), torch.tensor(
+        [downs.get(e, largest) for e in range(experts)], dtype=torch.float32
+    )

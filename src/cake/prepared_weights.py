@@ -101,8 +101,8 @@ class PreparedWeights:
             w13_sf=allocate(2 * intermediate, hidden // BLOCK, torch.float8_e4m3fn),
             w2=allocate(hidden, intermediate // 2, torch.uint8),
             w2_sf=allocate(hidden, intermediate // BLOCK, torch.float8_e4m3fn),
-            w13_scale=torch.ones(num_experts, device=device),
-            w2_scale=torch.ones(num_experts, device=device),
+            w13_scale=torch.ones(num_experts, dtype=torch.float32, device=device),
+            w2_scale=torch.ones(num_experts, dtype=torch.float32, device=device),
         )
 
     @property
@@ -247,7 +247,7 @@ def check_expert(out: PreparedWeights, expert: int) -> None:
 
 def decode_scales(name: str, scale: Tensor | float, count: int) -> Tensor:
     """Give a new contiguous float32 [count] tensor on the scale's device, checked usable."""
-    values = torch.as_tensor(scale).to(torch.float32).flatten()
+    values = torch.as_tensor(scale, dtype=torch.float32).flatten()
     if values.numel() not in (1, count):
         raise ValueError(f"{name}: expected one value or {count}, got {tuple(values.shape)}")
     # The reciprocal is used too, so it must be finite as well.

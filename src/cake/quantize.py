@@ -63,7 +63,7 @@ def e2m1_encode(values: Tensor) -> Tensor:
 
 def e2m1_decode(codes: Tensor) -> Tensor:
     """Give the float32 values of uint8 E2M1 codes (0..15), same shape."""
-    table = torch.tensor(_E2M1_VALUES, device=codes.device)
+    table = torch.tensor(_E2M1_VALUES, dtype=torch.float32, device=codes.device)
     return torch.cat((table, -table))[codes.long()]
 
 

@@ -39,12 +39,17 @@ def is_supported(device: torch.device | str | int | None = None) -> tuple[bool, 
     Returns
     -------
     (bool, str)
-        Whether it runs, and a sentence that says why or why not. Never raises for a device that
-        torch can name; starts no CUDA context for a CPU device.
+        Whether it runs, and a sentence that says why or why not. Never raises; starts no CUDA
+        context for a CPU device.
     """
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    if isinstance(device, int):
+        device = f"cuda:{int(device)}"
+    try:
+        device = torch.device(device)
+    except RuntimeError:
+        return False, f"device: expected cpu, cuda or cuda:N, got {device!r}"
     if device.type == "cpu":
         return True, "exact multi-threaded path"
     if device.type != "cuda":

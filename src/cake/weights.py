@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from . import _library  # noqa: F401  (registers the operators)
+from .errors import translate
 from .layout import fc1_row_order, fc2_row_order, interleave_scales
 from .prepared_weights import (
     LogicalWeights,
@@ -245,7 +246,10 @@ def quantize_rows(rows: Tensor, encode_scale: Tensor) -> tuple[Tensor, Tensor]:
     count, width = rows.shape
     packed = torch.empty((count, width // 2), dtype=torch.uint8, device=rows.device)
     sf = torch.empty((count, width // BLOCK), dtype=torch.uint8, device=rows.device)
-    torch.ops.cake.quantize_nvfp4(rows, encode_scale.to(rows.device), packed, sf)
+    try:
+        torch.ops.cake.quantize_nvfp4(rows, encode_scale.to(rows.device), packed, sf)
+    except RuntimeError as error:
+        raise translate(error) from None
     return packed, sf
 
 
@@ -291,7 +295,7 @@ def _expert_scale(name: str, weights: Tensor, scale: WeightScale, expert: int) -
     if not bool(amax.isfinite()):
         raise ValueError(f"{name} of expert {expert}: expected finite weights, got NaN or infinity")
     if scale is None:
-        return torch.ones(1)
+        return torch.ones(1, dtype=torch.float32)
     if not isinstance(scale, str):
         return decode_scales(f"{name}_scale of expert {expert}", scale, 1)
     if scale != "amax":

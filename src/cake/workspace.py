@@ -37,13 +37,9 @@ def _forget(place: tuple[int, int], owner: weakref.ref[torch.UntypedStorage]) ->
 def _own(workspace: Tensor) -> None:
     """Tie the workspace's table entries to the life of its storage."""
     place = _place(workspace)
-    storage = workspace.untyped_storage()
-    former = _owners.get(place)
-    if former is not None and former() is storage:
-        return
-    if former is not None:  # its memory moved elsewhere without the storage dying
-        _forget(place, former)
-    _owners[place] = weakref.ref(storage, lambda owner: _forget(place, owner))
+    if place not in _owners:
+        storage = workspace.untyped_storage()
+        _owners[place] = weakref.ref(storage, lambda owner: _forget(place, owner))
 
 
 def _has_memory(workspace: Tensor) -> bool:
@@ -82,7 +78,7 @@ def token_count(name: str, value: object) -> int:
 
 def prepare(workspace: Tensor, num_tokens: int | Iterable[int]) -> None:
     """Prepare a workspace for the token count or counts and tie that to its storage."""
-    several = isinstance(num_tokens, Iterable) and not isinstance(num_tokens, Tensor)
+    several = isinstance(num_tokens, Iterable) and not hasattr(num_tokens, "ndim")  # no array
     counts = [
         token_count("num_tokens", value)
         for value in (cast("Iterable[int]", num_tokens) if several else [num_tokens])
@@ -96,6 +92,7 @@ def prepare(workspace: Tensor, num_tokens: int | Iterable[int]) -> None:
                 f"workspace_buffer: expected {end} bytes in its storage, got {available}: the "
                 "storage was resized under the tensor"
             )
+    forget_if_moved(workspace)
     try:
         torch.ops.cake.prepare_workspace(workspace, counts)
     except RuntimeError as error:

@@ -46,8 +46,9 @@ struct Device {
 enum class IdType : uint8_t { kInt32, kInt64 };
 enum class WeightType : uint8_t { kBFloat16, kFloat32 };
 
-// Runs `body(context, worker)` for worker = 0 .. num_workers-1, possibly at the same time, and
-// returns when all are done. The CPU path uses it for all its parallelism.
+// Runs `body(context, worker)` for worker 0 and any of 1 .. num_workers-1, possibly at the same
+// time, and returns when all are done; each body takes work until none is left. The CPU path uses
+// it for all its parallelism.
 struct CpuExecutor {
   int32_t num_workers;
   void (*run)(int32_t num_workers, void (*body)(void* context, int32_t worker), void* context);
@@ -85,7 +86,7 @@ struct Arguments {
 };
 
 // Bytes of workspace for up to `max_num_tokens` tokens; host arithmetic only. Non-decreasing in
-// the token count. `max_num_tokens` must be in 0 .. kMaxTokens.
+// the token count. -1 for a token count outside 0 .. kMaxTokens or a shape that is not supported.
 int64_t workspace_bytes(const Shape& shape, int32_t max_num_tokens);
 
 // What lies where in it: a JSON list of {"region", "offset", "bytes"}, in order of offset.
@@ -116,7 +117,7 @@ struct QuantizeArguments {
   const void* input = nullptr;
   int64_t rows = 0;
   int64_t columns = 0;
-  int64_t input_stride = 0;
+  int64_t input_stride = -1;  // elements; -1: contiguous rows
   const float* input_scale = nullptr;
   void* packed = nullptr;
   void* sf = nullptr;

@@ -34,6 +34,7 @@ void chunk_dot(const int16_t* weights, const float* weight_scales, const int16_t
     double sum = sums[row];
     for (int32_t group = 0; group < groups; ++group) {
       int32_t dot = 0;
+#pragma GCC unroll 1  // unrolled completely, the loop would no longer be vectorized
       for (int32_t i = 0; i < kGroup; ++i) {
         dot += int32_t{w[group * kGroup + i]} * int32_t{input[group * kGroup + i]};
       }
@@ -59,6 +60,15 @@ void unpack_weights(const WeightMatrix& weights, int32_t first_row, int32_t firs
   }
 }
 
+CAKE_CPU_VECTORIZED
+void unpack_input(const QuantizedRow& input, int32_t first_group, int32_t groups, int16_t* values,
+                  float* scales) {
+  unpack(input.packed + first_group * (kGroup / 2), groups, values);
+  for (int32_t group = 0; group < groups; ++group) {
+    scales[group] = e4m3_decode(input.sf[first_group + group]);
+  }
+}
+
 }  // namespace
 
 void block_dot(const WeightMatrix& weights, int32_t first_row, const QuantizedRow* inputs,
@@ -74,10 +84,7 @@ void block_dot(const WeightMatrix& weights, int32_t first_row, const QuantizedRo
     const int32_t groups = std::min(kChunkGroups, columns - first);
     unpack_weights(weights, first_row, first, groups, weight_values, weight_scales);
     for (int32_t i = 0; i < num_inputs; ++i) {
-      unpack(inputs[i].packed + first * (kGroup / 2), groups, input_values);
-      for (int32_t group = 0; group < groups; ++group) {
-        input_scales[group] = e4m3_decode(inputs[i].sf[first + group]);
-      }
+      unpack_input(inputs[i], first, groups, input_values, input_scales);
       chunk_dot(weight_values, weight_scales, input_values, input_scales, groups, sums[i]);
     }
   }

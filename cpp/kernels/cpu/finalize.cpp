@@ -5,6 +5,7 @@
 #include "cpu/ids.h"
 #include "cpu/parallel.h"
 #include "cpu/stages.h"
+#include "cpu/vectorized.h"
 #include "workspace.h"
 
 namespace cake::cpu {
@@ -17,6 +18,13 @@ float weight_of(const void* topk_weights, WeightType type, int64_t pair) {
                            : static_cast<const uint16_t*>(topk_weights)[pair]);
 }
 
+CAKE_CPU_VECTORIZED
+void add_row(float weight, const uint16_t* row, float* sums) {
+  for (int32_t i = 0; i < kFc2BlockRows; ++i) {
+    sums[i] = std::fma(weight, bf16_to_float(row[i]), sums[i]);
+  }
+}
+
 }  // namespace
 
 void finalize(const FinalizeArguments& a, const CpuExecutor& executor) {
@@ -27,11 +35,8 @@ void finalize(const FinalizeArguments& a, const CpuExecutor& executor) {
       if (expert_of(a.topk_ids, a.topk_ids_type, pair, a.shape.num_experts) == kEmptySlot) {
         continue;
       }
-      const float weight = weight_of(a.topk_weights, a.topk_weights_type, pair);
-      const uint16_t* row = a.rows + pair * kFc2BlockRows;
-      for (int32_t i = 0; i < kFc2BlockRows; ++i) {
-        sums[i] = std::fma(weight, bf16_to_float(row[i]), sums[i]);
-      }
+      add_row(weight_of(a.topk_weights, a.topk_weights_type, pair), a.rows + pair * kFc2BlockRows,
+              sums);
     }
     uint16_t* output = a.output + token * a.shape.hidden + a.first_row;
     std::transform(sums, sums + kFc2BlockRows, output, float_to_bf16);

@@ -136,9 +136,9 @@ def fused_moe_reference(
     xq = dequantize(input_codes, input_scales, dtype=torch.float64)
 
     slots = tuple(ids.shape)
-    up_accumulator = torch.zeros(*slots, intermediate)
-    gate_accumulator = torch.zeros(*slots, intermediate)
-    activation = torch.zeros(*slots, intermediate)
+    up_accumulator = torch.zeros(*slots, intermediate, dtype=torch.float32)
+    gate_accumulator = torch.zeros(*slots, intermediate, dtype=torch.float32)
+    activation = torch.zeros(*slots, intermediate, dtype=torch.float32)
     intermediate_codes = torch.zeros(*slots, intermediate // 2, dtype=torch.uint8)
     intermediate_scales = torch.zeros(*slots, intermediate // BLOCK, dtype=torch.uint8)
     expert_rows = torch.zeros(*slots, hidden, dtype=torch.bfloat16)
@@ -205,7 +205,7 @@ def finalize(expert_rows: Tensor, weights: Tensor) -> Tensor:
     Tensor
         bfloat16 [T, H].
     """
-    total = torch.zeros(expert_rows.shape[0], expert_rows.shape[2])
+    total = torch.zeros(expert_rows.shape[0], expert_rows.shape[2], dtype=torch.float32)
     for slot in range(expert_rows.shape[1]):
         total += weights[:, slot, None].float() * expert_rows[:, slot].float()
     return total.bfloat16()

@@ -134,7 +134,11 @@ def route(
             raise ValueError(f"kind 'softmax' needs tokens of {num_tokens} rows")
         return _softmax_router(tokens, seed, num_experts, top_k)
     generator = _generator(seed, _ROUTES)
-    weights = torch.randn(num_tokens, top_k, generator=generator).softmax(-1).bfloat16()
+    weights = (
+        torch.randn(num_tokens, top_k, generator=generator, dtype=torch.float32)
+        .softmax(-1)
+        .bfloat16()
+    )
     token = torch.arange(num_tokens).unsqueeze(1)
     slot = torch.arange(top_k).unsqueeze(0)
     if kind in ("random", "zipf"):
@@ -266,10 +270,12 @@ def _heavy_tailed(
 ) -> Tensor:
     """bfloat16 [rows, columns] of rms about 1 with row gains and outlier columns."""
     # Columns first: the same channels are outliers for any number of rows.
-    column_gain = torch.ones(columns)
+    column_gain = torch.ones(columns, dtype=torch.float32)
     outliers = -(-columns // _OUTLIER_STRIDE)
     column_gain[torch.randperm(columns, generator=generator)[:outliers]] = outlier_gain
-    row_gain = torch.randn(rows, 1, generator=generator).mul_(_ROW_SIGMA).exp_()
+    row_gain = (
+        torch.randn(rows, 1, generator=generator, dtype=torch.float32).mul_(_ROW_SIGMA).exp_()
+    )
     # E[row_gain^2] is exp(2 sigma^2).
     rms = math.exp(_ROW_SIGMA**2) * column_gain.square().mean().sqrt()
     # Random 16-bit words choose quantiles: much faster than any sampling by arithmetic.
@@ -283,7 +289,9 @@ def _softmax_router(
 ) -> tuple[Tensor, Tensor]:
     """Top k of softmax(tokens @ projection), whose weights are made to add to 1."""
     hidden = tokens.shape[1]
-    projection = torch.randn(hidden, num_experts, generator=_generator(seed, _ROUTER))
+    projection = torch.randn(
+        hidden, num_experts, generator=_generator(seed, _ROUTER), dtype=torch.float32
+    )
     logits = tokens.cpu().float() @ projection.div_(math.sqrt(hidden))
     weights, ids = logits.softmax(-1).topk(top_k, dim=-1)
     return ids.int(), (weights / weights.sum(-1, keepdim=True)).bfloat16()
@@ -293,7 +301,12 @@ def _distinct_choices(
     generator: torch.Generator, num_tokens: int, num_experts: int, top_k: int, *, zipf: bool
 ) -> Tensor:
     """Draw k distinct experts a token, without replacement by Gumbel top-k; int64 [T, k]."""
-    scores = torch.empty(num_tokens, num_experts).exponential_(generator=generator).log_().neg_()
+    scores = (
+        torch.empty(num_tokens, num_experts, dtype=torch.float32)
+        .exponential_(generator=generator)
+        .log_()
+        .neg_()
+    )
     if zipf:
         rank = torch.randperm(num_experts, generator=generator) + 1
         scores -= rank.log()

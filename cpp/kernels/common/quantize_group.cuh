@@ -1,0 +1,51 @@
+// Quantizes one group of 16 BF16 values, recipe P. One thread.
+#pragma once
+
+#include <cstdint>
+
+#include "common/nvfp4.h"
+
+namespace cake {
+
+struct QuantizedGroup {
+  uint2 codes;  // 16 codes, element 0 in the lowest nibble
+  uint8_t sf;
+};
+
+// kAligned16: the group starts at a multiple of 16 bytes.
+template <bool kAligned16>
+__device__ __forceinline__ QuantizedGroup quantize_group(const uint16_t* source, float q) {
+  uint32_t words[8];  // two values each, low half first
+  if constexpr (kAligned16) {
+    const uint4 low = reinterpret_cast<const uint4*>(source)[0];
+    const uint4 high = reinterpret_cast<const uint4*>(source)[1];
+    words[0] = low.x, words[1] = low.y, words[2] = low.z, words[3] = low.w;
+    words[4] = high.x, words[5] = high.y, words[6] = high.z, words[7] = high.w;
+  } else {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      words[i] = source[2 * i] | uint32_t{source[2 * i + 1]} << 16;
+    }
+  }
+  float values[16];
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    values[2 * i] = bits_float(words[i] << 16);
+    values[2 * i + 1] = bits_float(words[i] & 0xFFFF0000u);
+  }
+  float amax = max_magnitude(values[0], values[0]);
+#pragma unroll
+  for (int i = 1; i < 16; ++i) {
+    amax = max_magnitude(amax, values[i]);
+  }
+  const BlockScale scale = block_scale_precise(amax, q);
+  uint2 codes{0, 0};
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    codes.x |= encode_precise(values[i], scale) << (4 * i);
+    codes.y |= encode_precise(values[8 + i], scale) << (4 * i);
+  }
+  return {codes, scale.sf};
+}
+
+}  // namespace cake

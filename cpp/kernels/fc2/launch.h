@@ -1,0 +1,14 @@
+#pragma once
+
+#include "cake/status.h"
+#include "fc2/params.h"
+
+namespace cake {
+
+// FC2 for one part of the output columns on the current device, `num_ctas` persistent CTAs.
+Status launch_fc2(const fc2::Params& params, int32_t num_ctas, void* stream);
+
+// Loads the kernels; part of preparation.
+Status load_fc2();
+
+}  // namespace cake

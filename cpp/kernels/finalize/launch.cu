@@ -1,0 +1,29 @@
+#include "finalize/kernel.cuh"
+#include "finalize/launch.h"
+#include "kernel_launch.h"
+
+namespace cake {
+
+Status load_finalize() { return load_kernel("cake_finalize", &finalize::cake_finalize); }
+
+Status launch_finalize(const FinalizeArguments& a) {
+  finalize::Params params{};
+  params.topk_ids = a.topk_ids;
+  params.topk_weights = a.topk_weights;
+  params.ids_are_int64 = a.topk_ids_type == IdType::kInt64;
+  params.weights_are_float32 = a.topk_weights_type == WeightType::kFloat32;
+  params.num_experts = kKimiK3.num_experts;
+  params.rows = static_cast<const uint16_t*>(a.rows);
+  params.output = static_cast<uint16_t*>(a.output);
+  params.columns = a.columns;
+  params.output_stride = kKimiK3.hidden;
+  constexpr int32_t kCtaColumns = finalize::kThreads * finalize::kColumns;
+  LaunchConfig where;
+  where.grid = dim3(static_cast<unsigned>(a.num_tokens),
+                    static_cast<unsigned>((a.columns + kCtaColumns - 1) / kCtaColumns));
+  where.block = dim3(finalize::kThreads);
+  where.stream = static_cast<cudaStream_t>(a.stream);
+  return launch("cake_finalize", where, &finalize::cake_finalize, params);
+}
+
+}  // namespace cake

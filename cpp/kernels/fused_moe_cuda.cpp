@@ -1,0 +1,131 @@
+// One call on a GPU: four kinds of launches in order, each depending on the one before by
+// programmatic dependent launch. Grids follow from the token count and the number of SMs alone.
+//
+//   route + quantize -> fc1 (SiTU, requantize) -> for each part of the output columns: fc2 ->
+//   finalize
+#include <cuda_runtime.h>
+
+#include <algorithm>
+
+#include "device.h"
+#include "fc1/launch.h"
+#include "fc2/launch.h"
+#include "fill/launch.h"
+#include "finalize/launch.h"
+#include "kernel_launch.h"
+#include "routing/launch.h"
+#include "workspace.h"
+
+namespace cake::device {
+namespace {
+
+constexpr Shape kShape = kKimiK3;
+
+Status check_not_capturing(void* stream) {
+  cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+  CAKE_RETURN_IF_ERROR(cuda_status(
+      cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &capture), "cudaStreamIsCapturing"));
+  if (capture != cudaStreamCaptureStatusNone) {
+    return error(StatusCode::kRuntimeError,
+                 "workspace_buffer: cannot be prepared while the stream is capturing a CUDA graph; "
+                 "prepare it before the capture");
+  }
+  return {};
+}
+
+}  // namespace
+
+Status prepare(void* workspace, int32_t num_tokens, void* stream) {
+  CAKE_RETURN_IF_ERROR(check_not_capturing(stream));
+  CAKE_RETURN_IF_ERROR(load_route_quantize());
+  CAKE_RETURN_IF_ERROR(load_fc1());
+  CAKE_RETURN_IF_ERROR(load_fc2());
+  CAKE_RETURN_IF_ERROR(load_finalize());
+  const Workspace layout(kShape, num_tokens);
+  CAKE_RETURN_IF_ERROR(launch_fill(region_pointer<float>(workspace, layout.situ_beta),
+                                   kShape.num_experts, kDefaultSituBeta, stream));
+  return launch_fill(region_pointer<float>(workspace, layout.situ_linear_beta), kShape.num_experts,
+                     kDefaultSituLinearBeta, stream);
+}
+
+Status fused_moe(const Arguments& a) {
+  int32_t num_sms = 0;
+  CAKE_RETURN_IF_ERROR(
+      cuda_status(cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, a.device.index),
+                  "cudaDeviceGetAttribute"));
+  const Workspace layout(kShape, a.num_tokens);
+  void* const workspace = a.workspace;
+  auto* const tiles = region_pointer<Tile>(workspace, layout.tiles);
+  auto* const num_tiles = region_pointer<int32_t>(workspace, layout.num_tiles);
+  auto* const expert_pairs = region_pointer<int32_t>(workspace, layout.expert_pairs);
+  auto* const input_packed = region_pointer<uint8_t>(workspace, layout.input_packed);
+  auto* const input_sf = region_pointer<uint8_t>(workspace, layout.input_sf);
+  auto* const fc1_packed = region_pointer<uint8_t>(workspace, layout.fc1_packed);
+  auto* const fc1_sf = region_pointer<uint8_t>(workspace, layout.fc1_sf);
+  auto* const fc2_rows = region_pointer<uint16_t>(workspace, layout.fc2_rows);
+  auto* const work_counter = region_pointer<int32_t>(workspace, layout.work_counter);
+  const auto* const prepared_beta = region_pointer<float>(workspace, layout.situ_beta);
+  const auto* const prepared_linear = region_pointer<float>(workspace, layout.situ_linear_beta);
+
+  CAKE_RETURN_IF_ERROR(
+      launch_route_quantize({.topk_ids = a.topk_ids,
+                             .topk_ids_type = a.topk_ids_type,
+                             .num_tokens = a.num_tokens,
+                             .tile_pairs = kSmallestTilePairs,
+                             .expert_pairs = expert_pairs,
+                             .tiles = tiles,
+                             .num_tiles = num_tiles,
+                             .work_counter = layout.work_counter.bytes > 0 ? work_counter : nullptr,
+                             .input = a.input,
+                             .input_stride = a.input_stride,
+                             .input_scale = a.input_scale,
+                             .packed = input_packed,
+                             .sf = input_sf,
+                             .stream = a.stream}));
+  CAKE_RETURN_IF_ERROR(launch_fc1(
+      {.w13 = static_cast<const uint8_t*>(a.w13),
+       .w13_sf = static_cast<const uint8_t*>(a.w13_sf),
+       .input = input_packed,
+       .input_sf = input_sf,
+       .tiles = tiles,
+       .num_tiles = num_tiles,
+       .expert_pairs = expert_pairs,
+       .fc1_alpha = a.fc1_alpha,
+       .fc2_input_scale = a.fc2_input_scale,
+       .situ_beta = a.situ_beta != nullptr ? a.situ_beta : prepared_beta,
+       .situ_linear_beta = a.situ_linear_beta != nullptr ? a.situ_linear_beta : prepared_linear,
+       .packed = fc1_packed,
+       .sf = fc1_sf},
+      num_sms, a.stream));
+
+  const int32_t all_blocks = kShape.hidden / kFc2BlockRows;
+  const int32_t part_blocks = fc2_blocks_per_part(kShape, a.num_tokens);
+  for (int32_t first = 0; first < all_blocks; first += part_blocks) {
+    const int32_t blocks = std::min(part_blocks, all_blocks - first);
+    CAKE_RETURN_IF_ERROR(launch_fc2({.w2 = static_cast<const uint8_t*>(a.w2),
+                                     .w2_sf = static_cast<const uint8_t*>(a.w2_sf),
+                                     .input = fc1_packed,
+                                     .input_sf = fc1_sf,
+                                     .tiles = tiles,
+                                     .num_tiles = num_tiles,
+                                     .expert_pairs = expert_pairs,
+                                     .fc2_alpha = a.fc2_alpha,
+                                     .rows = fc2_rows,
+                                     .first_block = first,
+                                     .num_blocks = blocks},
+                                    num_sms, a.stream));
+    CAKE_RETURN_IF_ERROR(
+        launch_finalize({.topk_ids = a.topk_ids,
+                         .topk_ids_type = a.topk_ids_type,
+                         .topk_weights = a.topk_weights,
+                         .topk_weights_type = a.topk_weights_type,
+                         .num_tokens = a.num_tokens,
+                         .rows = fc2_rows,
+                         .columns = blocks * kFc2BlockRows,
+                         .output = static_cast<uint16_t*>(a.output) + first * kFc2BlockRows,
+                         .stream = a.stream}));
+  }
+  return {};
+}
+
+}  // namespace cake::device

@@ -1,0 +1,36 @@
+// Single arithmetic instructions that C++ does not name.
+#pragma once
+
+#include <cstdint>
+
+namespace cake::ptx {
+
+// Bits of `mask` from a, the others from b: one three-input logic operation.
+template <uint32_t kMask>
+__device__ __forceinline__ uint32_t lop3_select(uint32_t a, uint32_t b) {
+  uint32_t out;
+  asm("lop3.b32 %0, %1, %2, %3, 0xE4;" : "=r"(out) : "r"(a), "r"(b), "n"(kMask));
+  return out;
+}
+
+// Two E4M3 bytes (low 16 bits of `bytes`) as half2, exact.
+__device__ __forceinline__ uint32_t cvt_half2_e4m3x2(uint32_t bytes) {
+  uint32_t out;
+  asm("{\n"
+      ".reg .b16 pair;\n"
+      "cvt.u16.u32 pair, %1;\n"
+      "cvt.rn.f16x2.e4m3x2 %0, pair;\n"
+      "}"
+      : "=r"(out)
+      : "r"(bytes));
+  return out;
+}
+
+// 1 / x within 1 ulp, subnormals as zero.
+__device__ __forceinline__ float rcp_approx(float x) {
+  float out;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x));
+  return out;
+}
+
+}  // namespace cake::ptx

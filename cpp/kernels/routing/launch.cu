@@ -1,0 +1,54 @@
+#include "kernel_launch.h"
+#include "routing/kernel.cuh"
+#include "routing/launch.h"
+
+namespace cake {
+namespace {
+
+// Above this a cluster shares the routing: one CTA's warps would walk more than 16 steps each.
+constexpr int32_t kSingleCtaTokens = 1024;
+
+}  // namespace
+
+Status load_route_quantize() {
+  CAKE_RETURN_IF_ERROR(load_kernel("cake_route_quantize", &routing::cake_route_quantize<true>,
+                                   sizeof(routing::Storage)));
+  return load_kernel("cake_route_quantize", &routing::cake_route_quantize<false>,
+                     sizeof(routing::Storage));
+}
+
+Status launch_route_quantize(const RouteQuantizeArguments& a) {
+  constexpr int32_t kGroups = kKimiK3.hidden / kGroupSize;
+  routing::Params params{};
+  params.topk_ids = a.topk_ids;
+  params.ids_are_int64 = a.topk_ids_type == IdType::kInt64;
+  params.num_pairs = a.num_tokens * kKimiK3.top_k;
+  params.tile_pairs = a.tile_pairs;
+  params.expert_pairs = a.expert_pairs;
+  params.tiles = a.tiles;
+  params.num_tiles = a.num_tiles;
+  params.work_counter = a.work_counter;
+  params.input = static_cast<const uint16_t*>(a.input);
+  params.input_scale = a.input_scale;
+  params.packed = static_cast<uint2*>(a.packed);
+  params.sf = static_cast<uint8_t*>(a.sf);
+  params.input_stride = a.input_stride;
+  params.num_groups = a.num_tokens * kGroups;
+  params.groups = kGroups;
+
+  const uint32_t cluster = a.num_tokens > kSingleCtaTokens ? routing::kLargeCluster : 1;
+  const uint32_t quantizers =
+      static_cast<uint32_t>((params.num_groups + routing::kThreads - 1) / routing::kThreads);
+  LaunchConfig where;
+  where.grid = dim3(cluster + (quantizers + cluster - 1) / cluster * cluster);
+  where.block = dim3(routing::kThreads);
+  where.cluster = cluster;
+  where.shared_bytes = sizeof(routing::Storage);
+  where.stream = static_cast<cudaStream_t>(a.stream);
+  const bool aligned = reinterpret_cast<uintptr_t>(a.input) % 16 == 0 && a.input_stride % 8 == 0;
+  return launch(
+      "cake_route_quantize", where,
+      aligned ? &routing::cake_route_quantize<true> : &routing::cake_route_quantize<false>, params);
+}
+
+}  // namespace cake

@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import cake
+from cake.cli import main
+
+
+def test_info_prints_build_devices_and_support(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["info", "--tokens", "64"]) == 0
+    text = capsys.readouterr().out
+    for expected in (cake.__version__, torch.__version__, "cpu", "supported", "fc2_rows"):
+        assert expected in text
+    assert f"{torch.ops.cake.workspace_size(64):,}" in text
+
+
+def test_info_json_adds_up(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["info", "--json", "--tokens", "8"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["cake"] == cake.build_info()
+    assert facts["devices"][0]["supported"] is True
+    end = 0
+    for region in facts["workspace"]["regions"]:
+        assert region["offset"] >= end
+        end = region["offset"] + region["bytes"]
+    assert end <= torch.ops.cake.workspace_size(8)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["info", "--tokens", "16385"], "--tokens: expected 0 to 16384, got 16385"),
+        (["demo", "--tokens", "0"], "--tokens: expected 1 to 16384, got 0"),
+        (["demo", "--device", "tpu9"], "--device: expected cpu, cuda"),
+        (["demo", "--device", "cuda:99"], "--device cuda:99: device:"),
+        (["demo", "--save", "no/such/folder/file"], "--save: expected an existing folder"),
+        (["demo", "--load", "no-such-file"], "--load: expected a file"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_wrong_options_are_named(
+    options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(options) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_demo_refuses_what_the_file_decides(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(b"x" * 100)
+    assert main(["demo", "--load", str(file), "--seed", "1"]) == 1
+    assert "--seed: comes from the file" in capsys.readouterr().err
+    assert main(["demo", "--load", str(file)]) == 1
+    assert "expected a safetensors file" in capsys.readouterr().err
+
+
+def test_demo_saves_loads_and_repeats_bit_for_bit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "layer.safetensors"
+    options = ["--device", "cpu"]
+    assert main(["demo", "--tokens", "2", "--seed", "3", "--save", str(file), *options]) == 0
+    first = capsys.readouterr().out
+    for expected in ("2 tokens", "error per row, worst", "cost of NVFP4"):
+        assert expected in first
+    assert main(["demo", "--load", str(file), *options]) == 0
+    assert "equals the saved one bit for bit" in capsys.readouterr().out
+
+    with file.open("r+b") as damaged:
+        damaged.truncate(file.stat().st_size - 1000)
+    assert main(["demo", "--load", str(file), *options]) == 1
+    assert "expected a safetensors file" in capsys.readouterr().err
