@@ -13,6 +13,7 @@
 #include "fill/launch.h"
 #include "finalize/launch.h"
 #include "kernel_launch.h"
+#include "plan.h"
 #include "routing/launch.h"
 #include "workspace.h"
 
@@ -53,6 +54,7 @@ Status fused_moe(const Arguments& a) {
   CAKE_RETURN_IF_ERROR(
       cuda_status(cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, a.device.index),
                   "cudaDeviceGetAttribute"));
+  const Plan plan = make_plan(a.num_tokens, num_sms);
   const Workspace layout(kShape, a.num_tokens);
   void* const workspace = a.workspace;
   auto* const tiles = region_pointer<Tile>(workspace, layout.tiles);
@@ -71,7 +73,7 @@ Status fused_moe(const Arguments& a) {
       launch_route_quantize({.topk_ids = a.topk_ids,
                              .topk_ids_type = a.topk_ids_type,
                              .num_tokens = a.num_tokens,
-                             .tile_pairs = kSmallestTilePairs,
+                             .tile_pairs = plan.tile_pairs,
                              .expert_pairs = expert_pairs,
                              .tiles = tiles,
                              .num_tiles = num_tiles,
@@ -96,7 +98,7 @@ Status fused_moe(const Arguments& a) {
        .situ_linear_beta = a.situ_linear_beta != nullptr ? a.situ_linear_beta : prepared_linear,
        .packed = fc1_packed,
        .sf = fc1_sf},
-      num_sms, a.stream));
+      plan, a.stream));
 
   const int32_t all_blocks = kShape.hidden / kFc2BlockRows;
   const int32_t part_blocks = fc2_blocks_per_part(kShape, a.num_tokens);
@@ -113,7 +115,7 @@ Status fused_moe(const Arguments& a) {
                                      .rows = fc2_rows,
                                      .first_block = first,
                                      .num_blocks = blocks},
-                                    num_sms, a.stream));
+                                    plan, a.stream));
     CAKE_RETURN_IF_ERROR(
         launch_finalize({.topk_ids = a.topk_ids,
                          .topk_ids_type = a.topk_ids_type,

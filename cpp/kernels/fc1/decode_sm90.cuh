@@ -22,8 +22,8 @@
 #include <cstdint>
 
 #include "common/dequantize.cuh"
-#include "common/nvfp4.h"
 #include "common/pipeline.cuh"
+#include "common/requantize.cuh"
 #include "common/situ.cuh"
 #include "fc1/params.h"
 #include "ptx/bulk_copy.cuh"
@@ -248,16 +248,15 @@ __device__ __forceinline__ void epilogue_warp(const Params& params, DecodeStorag
   Tile tile{};
   float alpha = 0;
   float q_scale = 0;
-  SituConstants constants{};
+  SituConstants constants(1.0f, 1.0f);  // set at every tile
   for (int32_t q = range.begin; q < range.end; ++q) {
     const int32_t group = q % Decode::kGroups;
     if (q == range.begin || group == 0) {
       tile = params.tiles[q / Decode::kGroups];
       alpha = params.fc1_alpha[tile.expert] * kDequantizedSquare;  // undoes both factors
       q_scale = params.fc2_input_scale[tile.expert];
-      const float beta = params.situ_beta[tile.expert];
-      const float linear = params.situ_linear_beta[tile.expert];
-      constants = {beta, linear, 1.0f / beta, 1.0f / linear};
+      constants =
+          SituConstants(params.situ_beta[tile.expert], params.situ_linear_beta[tile.expert]);
     }
     ptx::mbarrier_wait(ptx::shared_address(&shared.sums_full[ring.stage]), ring.parity);
     float sums[2][4] = {};  // [16-row half][row g: tokens 2t, 2t+1; row g + 8: the same]
@@ -285,14 +284,14 @@ __device__ __forceinline__ void epilogue_warp(const Params& params, DecodeStorag
         const float gate = alpha * sums[half][2 + j];
         activation[half] = situ(gate, up, constants);
       }
-      float amax = max_magnitude(max_magnitude(activation[0], activation[0]), activation[1]);
+      float amax = fmaxf(fabsf(activation[0]), fabsf(activation[1]));
 #pragma unroll
       for (int distance = 4; distance < 32; distance *= 2) {
-        amax = max_magnitude(amax, __shfl_xor_sync(0xFFFFFFFFu, amax, distance));
+        amax = fmaxf(amax, __shfl_xor_sync(0xFFFFFFFFu, amax, distance));
       }
-      const BlockScale scale = block_scale_intermediate(amax, q_scale);
-      uint32_t codes = (encode_intermediate(activation[0], scale, q_scale) |
-                        encode_intermediate(activation[1], scale, q_scale) << 4)
+      const GroupScale scale = group_scale(amax, q_scale);
+      uint32_t codes = (requantize(activation[0], scale, q_scale) |
+                        requantize(activation[1], scale, q_scale) << 4)
                        << (8 * (g % 4));
       codes |= __shfl_xor_sync(0xFFFFFFFFu, codes, 4);
       codes |= __shfl_xor_sync(0xFFFFFFFFu, codes, 8);
@@ -304,7 +303,7 @@ __device__ __forceinline__ void epilogue_warp(const Params& params, DecodeStorag
                                        group * 8 + g) = codes;
         }
         if (g == 0) {
-          params.sf[pair * (Decode::kIntermediate / 16) + group] = scale.sf;
+          params.sf[pair * (Decode::kIntermediate / 16) + group] = static_cast<uint8_t>(scale.sf);
         }
       }
     }

@@ -2,11 +2,12 @@
 
 #include "cake/status.h"
 #include "fc1/params.h"
+#include "plan.h"
 
 namespace cake {
 
-// FC1, SiTU and requantization on the current device, `num_ctas` persistent CTAs.
-Status launch_fc1(const fc1::Params& params, int32_t num_ctas, void* stream);
+// FC1, SiTU and requantization on the current device.
+Status launch_fc1(const fc1::Params& params, const Plan& plan, void* stream);
 
 // Loads the kernels; part of preparation.
 Status load_fc1();

@@ -2,11 +2,12 @@
 
 #include "cake/status.h"
 #include "fc2/params.h"
+#include "plan.h"
 
 namespace cake {
 
-// FC2 for one part of the output columns on the current device, `num_ctas` persistent CTAs.
-Status launch_fc2(const fc2::Params& params, int32_t num_ctas, void* stream);
+// FC2 for one part of the output columns on the current device.
+Status launch_fc2(const fc2::Params& params, const Plan& plan, void* stream);
 
 // Loads the kernels; part of preparation.
 Status load_fc2();

@@ -33,4 +33,25 @@ __device__ __forceinline__ float rcp_approx(float x) {
   return out;
 }
 
+// 2^x within 2 ulp, subnormals as zero.
+__device__ __forceinline__ float ex2_approx(float x) {
+  float out;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x));
+  return out;
+}
+
+// a * b, subnormals as zero.
+__device__ __forceinline__ float mul_rn_ftz(float a, float b) {
+  float out;
+  asm("mul.rn.ftz.f32 %0, %1, %2;" : "=f"(out) : "f"(a), "f"(b));
+  return out;
+}
+
+// The E4M3 byte nearest to x, saturating at 448; NaN gives 0x7F (plus sign).
+__device__ __forceinline__ uint32_t cvt_e4m3(float x) {
+  uint16_t pair;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(0.0f), "f"(x));
+  return pair & 0xFFu;
+}
+
 }  // namespace cake::ptx

@@ -135,10 +135,12 @@ __device__ __forceinline__ void route(const Params& params, Storage& shared) {
   const int32_t first_tile = static_cast<int32_t>(offset >> 32);
   if (expert < kExperts) {
     shared.bases[expert] = first_pair + before;
+    // Tiles of nearly equal size: the first `longer` have one pair more.
+    const int32_t size = own_tiles > 0 ? total / own_tiles : 0;
+    const int32_t longer = total - size * own_tiles;
     for (int32_t i = rank; i < own_tiles; i += ranks) {
-      const int32_t start = i * params.tile_pairs;
-      params.tiles[first_tile + i] = {expert, first_pair + start,
-                                      min(params.tile_pairs, total - start), 0};
+      params.tiles[first_tile + i] = {expert, first_pair + i * size + min(i, longer),
+                                      size + (i < longer ? 1 : 0), 0};
     }
   }
   if (rank == 0 && threadIdx.x == 0) {

@@ -1,0 +1,23 @@
+// What a token count leads to: kernels, tile size, grid. All tuned numbers live in plan.cpp.
+#pragma once
+
+#include <cstdint>
+
+#include "cake/fused_moe.h"
+
+namespace cake {
+
+enum class Kernels : uint8_t {
+  kDecode,   // few pairs per expert: bound by the weight stream, tiles of 8 pairs
+  kPrefill,  // many: warpgroup MMA, tiles of up to 192 pairs
+};
+
+struct Plan {
+  Kernels kernels;
+  int32_t tile_pairs;  // most pairs of a tile
+  int32_t num_ctas;    // of FC1 and FC2
+};
+
+Plan make_plan(int32_t num_tokens, int32_t num_sms);
+
+}  // namespace cake

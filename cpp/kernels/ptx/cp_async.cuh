@@ -1,0 +1,21 @@
+// Per-thread asynchronous copies, global to shared memory.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cp-async
+#pragma once
+
+#include <cstdint>
+
+namespace cake::ptx {
+
+// 16 bytes, past L1; L2 fetches the whole 128-byte line.
+__device__ __forceinline__ void cp_async_16(uint32_t destination, const void* source) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(destination), "l"(source)
+               : "memory");
+}
+
+// Arrives at `barrier` once all earlier copies of this thread have landed; counts as one of the
+// arrivals that the barrier was initialized with.
+__device__ __forceinline__ void cp_async_mbarrier_arrive_noinc(uint32_t barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
+}  // namespace cake::ptx
