@@ -4,7 +4,7 @@ namespace cake {
 namespace {
 
 constexpr int32_t kDecodeTilePairs = 8;
-constexpr int32_t kPrefillTilePairs = 192;
+constexpr int32_t kPrefillTilePairs = 160;
 // Up to 5 pairs per expert at this count: tiles of 8 seldom stream an expert's weights twice.
 constexpr int32_t kMostDecodeTokens = 288;
 

@@ -9,7 +9,7 @@ namespace cake {
 
 enum class Kernels : uint8_t {
   kDecode,   // few pairs per expert: bound by the weight stream, tiles of 8 pairs
-  kPrefill,  // many: warpgroup MMA, tiles of up to 192 pairs
+  kPrefill,  // many: warpgroup MMA, tiles of up to 160 pairs
 };
 
 struct Plan {

@@ -1,14 +1,16 @@
 // The matrix product that FC1 and FC2 share for many pairs per expert, sm_90a:
-// 128 prepared weight rows x up to 192 pairs of one expert, both NVFP4, on warpgroup MMA.
+// 128 prepared weight rows x up to 160 pairs of one expert, both NVFP4, on warpgroup MMA.
 //
-//   load warp            codes and scales of 128 rows x 128 columns per stage, by 16-byte copies
-//   3 unpack warps       quantized rows of the pairs, 64 columns per stage: loaded, dequantized and
-//                        stored as half in the swizzled form that wgmma reads
+//   3 load warps         codes and scales of 128 rows x 128 columns per stage, by 16-byte copies;
+//                        they take turns
+//   5 unpack warps       quantized rows of the pairs, 128 columns per stage: loaded two stages
+//   ahead,
+//                        dequantized and stored as half in the swizzled form that wgmma reads
 //   2 MMA warpgroups     64 weight rows each: codes to registers, dequantized there, times the
 //   pairs
 //
-//   weights_full / weights_empty[s]   load warp <-> MMA warps         (32 / 8 arrivals)
-//   pairs_full / pairs_empty[s]       unpack warps <-> MMA warps      (3 / 8 arrivals)
+//   weights_full / weights_empty[s]   a load warp <-> MMA warps       (32 / 8 arrivals)
+//   pairs_full / pairs_empty[s]       unpack warps <-> MMA warps      (5 / 8 arrivals)
 //
 // Within 64 columns, thread t of a quad owns columns 16t .. 16t + 15 (8 bytes, one scale) of its
 // weight rows, and takes them through the MMA's k positions 2t, 2t + 1, 2t + 8, 2t + 9 in the order
@@ -31,39 +33,42 @@
 
 namespace cake::grouped_mma {
 
-inline constexpr int kTilePairs = 192;  // most pairs of a tile: 96 sums of a thread
+inline constexpr int kTilePairs = 160;  // most pairs of a tile: 80 sums of a thread
 inline constexpr int kRows = 128;       // weight rows of an item
 inline constexpr int kMmaWarps = 8;
-inline constexpr int kUnpackWarps = 3;  // with the load warp, the third warpgroup
-inline constexpr int kThreads = (kMmaWarps + kUnpackWarps + 1) * 32;
+inline constexpr int kUnpackWarps = 5;
+inline constexpr int kLoadWarps = 3;
+inline constexpr int kThreads = (kMmaWarps + kUnpackWarps + kLoadWarps) * 32;
 inline constexpr int kUnpackThreads = kUnpackWarps * 32;
-static_assert(kTilePairs == 2 * kUnpackThreads, "an unpack thread has two pairs");
+static_assert(kTilePairs == kUnpackThreads, "an unpack thread has one pair");
 
-// Registers of a thread: 168 at launch (384 threads), then moved to the MMA warpgroups. Both
-// together must not exceed the launch's: the CTA would wait for ever.
-inline constexpr int kMmaRegisters = 208;
-inline constexpr int kOtherRegisters = 88;
-static_assert(8 * kMmaRegisters + 4 * kOtherRegisters <= 12 * 168, "more registers than launched");
+// Registers of a thread: 128 at launch (512 threads), then moved to the MMA warpgroups. Together
+// they must not exceed the launch's: the CTA would wait for ever.
+inline constexpr int kMmaRegisters = 160;
+inline constexpr int kOtherRegisters = 96;
+static_assert(kMmaRegisters + kOtherRegisters <= 2 * 128, "more registers than launched");
 
-inline constexpr int kBlockColumns = 64;  // of a pairs stage and a step of the loop
+inline constexpr int kBlockColumns = 64;                 // one 128-byte row of halves
+inline constexpr int kStageColumns = 2 * kBlockColumns;  // of a weight stage and of a pairs stage
 inline constexpr int kWeightStages = 8;
-inline constexpr int kPairStages = 4;
-inline constexpr int kWeightStageBytes = kRows * kBlockColumns;  // codes of two blocks
-inline constexpr int kScaleBlockBytes = 512;                     // 128 rows x 4 scales
+inline constexpr int kPairStages = 3;
+inline constexpr int kWeightStageBytes = kRows * kStageColumns / 2;
+inline constexpr int kPairBlockBytes = kTilePairs * kBlockColumns * 2;
+inline constexpr int kScaleBlockBytes = 512;  // 128 rows x 4 scales
 
 struct Storage {
-  uint8_t pairs[kPairStages][kTilePairs * kBlockColumns * 2];  // half, 128-byte swizzled rows
-  uint8_t weights[kWeightStages][kWeightStageBytes];           // see weight_offset
+  uint8_t pairs[kPairStages][2][kPairBlockBytes];     // half, 128-byte swizzled rows
+  uint8_t weights[kWeightStages][kWeightStageBytes];  // see weight_offset
   uint8_t scales[kWeightStages][2 * kScaleBlockBytes];
   float amax[kMmaWarps][kTilePairs];  // for epilogues
+  int32_t pair_ids[2][kTilePairs];    // of an item and the one after it
   uint64_t weights_full[kWeightStages];
   uint64_t weights_empty[kWeightStages];
   uint64_t pairs_full[kPairStages];
   uint64_t pairs_empty[kPairStages];
 };
 static_assert(sizeof(Storage) <= 232448, "shared memory exceeds 227 KB");
-static_assert(kTilePairs * kBlockColumns * 2 % 1024 == 0,
-              "a stage must keep the swizzle's alignment");
+static_assert(kPairBlockBytes % 1024 == 0, "a block must keep the swizzle's alignment");
 
 __device__ __forceinline__ void init_barriers(Storage& shared) {
   for (int s = 0; s < kWeightStages; ++s) {
@@ -96,10 +101,14 @@ struct Slot {
 // `scales` at its first scale block. `uses` counts stages since the kernel began.
 template <int kColumns>
 __device__ __forceinline__ void load_item(Storage& shared, const uint8_t* codes,
-                                          const uint8_t* scales, int32_t lane, uint32_t& uses) {
+                                          const uint8_t* scales, uint32_t load_warp, int32_t lane,
+                                          uint32_t& uses) {
   constexpr int kRowBytes = kColumns / 2;
   const uint8_t* source = codes + lane / 4 * kRowBytes + lane % 4 * 16;
-  for (int32_t k = 0; k < kColumns / 128; ++k, ++uses) {
+  for (int32_t k = 0; k < kColumns / kStageColumns; ++k, ++uses) {
+    if (uses % kLoadWarps != load_warp) {
+      continue;
+    }
     const Slot<kWeightStages> slot(uses);
     ptx::mbarrier_wait(ptx::shared_address(&shared.weights_empty[slot.stage]), slot.parity ^ 1);
     const uint32_t weights = ptx::shared_address(shared.weights[slot.stage]);
@@ -141,71 +150,130 @@ __device__ __forceinline__ __half2 broadcast_scale(uint32_t word, int32_t t) {
   return as_half2(ptx::cvt_half2_e4m3x2(__byte_perm(word, 0, t * 0x11)));
 }
 
-// Dequantizes a block into row n of a pairs stage.
-__device__ __forceinline__ void store_block(const PackedBlock& block, uint8_t* stage, int32_t n) {
-  __half2 scale[4];
+// Dequantizes half a block (`v`: which word of every 16 columns) into row n of a block of a pairs
+// stage.
+__device__ __forceinline__ void store_half(const PackedBlock& block, int32_t v, uint8_t* rows,
+                                           int32_t n) {
+  const auto word = [&](int32_t t) {
+    const uint4& codes = block.codes[t / 2];
+    return t % 2 == 0 ? (v == 0 ? codes.x : codes.y) : (v == 0 ? codes.z : codes.w);
+  };
+  uint32_t pairs[4][4];
 #pragma unroll
   for (int t = 0; t < 4; ++t) {
-    scale[t] = broadcast_scale(block.scales, t);
+    dequantize8(word(t), broadcast_scale(block.scales, t), pairs[t]);
   }
 #pragma unroll
-  for (int v = 0; v < 2; ++v) {
-    uint32_t pairs[4][4];
-    dequantize8(v == 0 ? block.codes[0].x : block.codes[0].y, scale[0], pairs[0]);
-    dequantize8(v == 0 ? block.codes[0].z : block.codes[0].w, scale[1], pairs[1]);
-    dequantize8(v == 0 ? block.codes[1].x : block.codes[1].y, scale[2], pairs[2]);
-    dequantize8(v == 0 ? block.codes[1].z : block.codes[1].w, scale[3], pairs[3]);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int32_t chunk = (4 * v + i) ^ (n % 8);
-      *reinterpret_cast<uint4*>(stage + n * 128 + chunk * 16) =
-          make_uint4(pairs[0][i], pairs[1][i], pairs[2][i], pairs[3][i]);
-    }
+  for (int i = 0; i < 4; ++i) {
+    const int32_t chunk = (4 * v + i) ^ (n % 8);
+    *reinterpret_cast<uint4*>(rows + n * 128 + chunk * 16) =
+        make_uint4(pairs[0][i], pairs[1][i], pairs[2][i], pairs[3][i]);
   }
 }
 
-// Dequantizes the pairs of one item, 64 columns a stage. source(n) gives codes and scales of pair n
-// of the tile. With at most 32 pairs every warp works on a stage of its own.
-template <int kColumns, class Source>
-__device__ __forceinline__ void unpack_item(Storage& shared, int32_t count, const Source& source,
-                                            int32_t thread, uint32_t& uses) {
-  constexpr int kBlocks = kColumns / kBlockColumns;
-  const int32_t rows = count <= 32 ? 32 : kUnpackThreads;  // of a team
-  const int32_t teams = kUnpackThreads / rows;
-  const int32_t n = thread % rows;
-  const bool first = n < count;
-  const bool second = n + kUnpackThreads < count;
-  const QuantizedRow row = source(first ? n : 0);
-  const QuantizedRow row2 = source(second ? n + kUnpackThreads : 0);
-  PackedBlock next{};
-  int32_t block = thread / rows;
-  if (first && block < kBlocks) {
-    next = load_block(row.codes, row.scales, block);
+// The items of a CTA in order, with what belongs to an item looked up one and two items before it
+// is needed. Items(i) gives the tile of the CTA's i-th item, of count 0 beyond the last.
+template <class Items>
+class TileCursor {
+ public:
+  __device__ __forceinline__ explicit TileCursor(const Items& items)
+      : items_(items), tile_(items(0)), next_(items(1)) {}
+
+  __device__ __forceinline__ const Tile& tile() const { return tile_; }
+  __device__ __forceinline__ const Tile& next() const { return next_; }
+  __device__ __forceinline__ int32_t index() const { return index_; }
+
+  __device__ __forceinline__ void advance() {
+    ++index_;
+    tile_ = next_;
+    next_ = items_(index_ + 1);
   }
-  for (; block < kBlocks; block += teams) {
-    const PackedBlock current = next;
-    PackedBlock other{};
-    if (second) {
-      other = load_block(row2.codes, row2.scales, block);
+
+ private:
+  const Items& items_;
+  int32_t index_ = 0;
+  Tile tile_;
+  Tile next_;
+};
+
+// How the unpack threads share a stage: `rows` threads side by side, each with one pair and
+// `blocks` blocks of it; with few pairs `parts` threads share a pair: its two blocks, then their
+// halves.
+struct Share {
+  int32_t n;      // pair of the tile, beyond the tile's count for idle threads
+  int32_t part;   // 0 .. parts - 1
+  int32_t parts;  // 1: both blocks; 2: block `part`; 4: half `part % 2` of block `part / 2`
+};
+
+__device__ __forceinline__ Share unpack_share(int32_t thread, int32_t count) {
+  const int32_t rows = count <= 32 ? 32 : count <= 80 ? 80 : kUnpackThreads;
+  const int32_t parts = count <= 32 ? 4 : count <= 80 ? 2 : 1;
+  const int32_t part = thread / rows;
+  return {part < parts ? thread % rows : kTilePairs, part, parts};
+}
+
+// Dequantizes the pairs of all items of a CTA, 128 columns a stage. pair_id(tile, n) gives the
+// pair, row(pair) its codes and scales.
+template <int kColumns, class Items, class PairId, class Row>
+__device__ __forceinline__ void unpack_items(Storage& shared, const Items& items,
+                                             const PairId& pair_id, const Row& row,
+                                             int32_t thread) {
+  constexpr int kStages = kColumns / kStageColumns;
+  static_assert(kStages >= kPairStages, "pair_ids would be overwritten while they are read");
+  TileCursor<Items> cursor(items);
+  const auto lookup = [&](const Tile& tile) {
+    const int32_t n = unpack_share(thread, tile.count).n;
+    return n < tile.count ? pair_id(tile, n) : -1;
+  };
+  uint32_t uses = 0;
+  int32_t pair = lookup(cursor.tile());
+  for (; cursor.tile().count > 0; cursor.advance()) {
+    const Share share = unpack_share(thread, cursor.tile().count);
+    const bool both = share.parts == 1;
+    const int32_t own_block = share.parts == 4 ? share.part / 2 : both ? 0 : share.part;
+    const auto fetch = [&](int32_t block) {
+      PackedBlock out{};
+      if (pair >= 0 && block < 2 * kStages) {
+        const QuantizedRow source = row(pair);
+        out = load_block(source.codes, source.scales, block);
+      }
+      return out;
+    };
+    // Ahead of the stage at hand: both blocks of the next one, or one block of each of the next
+    // two.
+    PackedBlock ahead[2] = {fetch(own_block), fetch(both ? 1 : 2 + own_block)};
+    const int32_t next_pair = lookup(cursor.next());
+    for (int32_t stage = 0; stage < kStages; ++stage, ++uses) {
+      const PackedBlock current[2] = {ahead[0], ahead[1]};
+      ahead[0] = both ? fetch(2 * stage + 2) : ahead[1];
+      ahead[1] = fetch(both ? 2 * stage + 3 : 2 * stage + 4 + own_block);
+      const Slot<kPairStages> slot(uses);
+      ptx::mbarrier_wait(ptx::shared_address(&shared.pairs_empty[slot.stage]), slot.parity ^ 1);
+      if (stage == 0 && share.part == 0 && share.n < kTilePairs) {
+        // The MMA warps are past the item before the last.
+        shared.pair_ids[cursor.index() % 2][share.n] = pair;
+      }
+      if (pair >= 0) {
+        uint8_t (&blocks)[2][kPairBlockBytes] = shared.pairs[slot.stage];
+        if (share.parts == 4) {
+          store_half(current[0], share.part % 2, blocks[own_block], share.n);
+        } else {
+          store_half(current[0], 0, blocks[both ? 0 : own_block], share.n);
+          store_half(current[0], 1, blocks[both ? 0 : own_block], share.n);
+          if (both) {
+            store_half(current[1], 0, blocks[1], share.n);
+            store_half(current[1], 1, blocks[1], share.n);
+          }
+        }
+      }
+      ptx::fence_proxy_async();
+      __syncwarp();
+      if (thread % 32 == 0) {
+        ptx::mbarrier_arrive(ptx::shared_address(&shared.pairs_full[slot.stage]));
+      }
     }
-    if (first && block + teams < kBlocks) {
-      next = load_block(row.codes, row.scales, block + teams);
-    }
-    const Slot<kPairStages> slot(uses + block);
-    ptx::mbarrier_wait(ptx::shared_address(&shared.pairs_empty[slot.stage]), slot.parity ^ 1);
-    if (first) {
-      store_block(current, shared.pairs[slot.stage], n);
-    }
-    if (second) {
-      store_block(other, shared.pairs[slot.stage], n + kUnpackThreads);
-    }
-    ptx::fence_proxy_async();
-    __syncwarp();
-    if (thread % 32 < teams) {  // a team of fewer warps arrives for all
-      ptx::mbarrier_arrive(ptx::shared_address(&shared.pairs_full[slot.stage]));
-    }
+    pair = next_pair;
   }
-  uses += kBlocks;
 }
 
 // A fragments of one 64-column block: four k steps.
@@ -243,53 +311,56 @@ __device__ __forceinline__ int32_t mma_row(int32_t warp, int32_t lane) {
   return warp / 2 * 32 + warp % 2 * 4 + g % 2 * 16 + g / 2;
 }
 
+// Two groups of wgmmas a stage. The second block's fragments are made while the first group runs;
+// while the next stage's first ones are made, the other warpgroup has the tensor cores.
 template <int kColumns, int N>
 __device__ __forceinline__ void multiply(Storage& shared, int32_t warp, int32_t lane,
                                          uint32_t weight_uses, uint32_t pair_uses,
                                          float (&sums)[kTilePairs / 2]) {
-  constexpr int kBlocks = kColumns / kBlockColumns;
-  static_assert(kBlocks % 2 == 0, "two blocks share a weight stage");
+  constexpr int kStages = kColumns / kStageColumns;
   const int32_t row = mma_row(warp, lane);
   const int32_t t = lane % 4;
+  const auto release = [&](uint64_t& barrier) {
+    __syncwarp();
+    if (lane == 0) {
+      ptx::mbarrier_arrive(ptx::shared_address(&barrier));
+    }
+  };
+  const auto wait_weights = [&](const Slot<kWeightStages>& slot) {
+    ptx::mbarrier_wait(ptx::shared_address(&shared.weights_full[slot.stage]), slot.parity);
+  };
+  const auto multiply_block = [&](Fragments& fragments, int32_t stage, int32_t block) {
+    const uint64_t b =
+        ptx::wgmma_descriptor_swizzle128(ptx::shared_address(shared.pairs[stage][block]));
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int s = 0; s < 4; ++s) {
+      ptx::wgmma_m64k16<N>(sums, fragments.step[s], b + s * 2);  // 32 bytes a step
+    }
+    ptx::wgmma_commit_group();
+  };
 #pragma unroll
   for (int i = 0; i < N / 2; ++i) {
     sums[i] = 0.0f;
   }
-  Fragments fragments[2];
-  ptx::mbarrier_wait(
-      ptx::shared_address(&shared.weights_full[Slot<kWeightStages>(weight_uses).stage]),
-      Slot<kWeightStages>(weight_uses).parity);
-  load_fragments(shared, Slot<kWeightStages>(weight_uses).stage, 0, row, t, fragments[0]);
-  for (int32_t pair_of_blocks = 0; pair_of_blocks < kBlocks / 2; ++pair_of_blocks) {
-    const Slot<kWeightStages> weights(weight_uses + pair_of_blocks);
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const Slot<kPairStages> pairs(pair_uses + 2 * pair_of_blocks + half);
-      ptx::mbarrier_wait(ptx::shared_address(&shared.pairs_full[pairs.stage]), pairs.parity);
-      const uint64_t b =
-          ptx::wgmma_descriptor_swizzle128(ptx::shared_address(shared.pairs[pairs.stage]));
-      ptx::wgmma_fence();
-#pragma unroll
-      for (int s = 0; s < 4; ++s) {
-        ptx::wgmma_m64k16<N>(sums, fragments[half].step[s], b + s * 2);  // 32 bytes a step
-      }
-      ptx::wgmma_commit_group();
-      // The next block's fragments, while the tensor cores work.
-      if (half == 0) {
-        load_fragments(shared, weights.stage, 1, row, t, fragments[1]);
-        __syncwarp();
-        if (lane == 0) {
-          ptx::mbarrier_arrive(ptx::shared_address(&shared.weights_empty[weights.stage]));
-        }
-      } else if (pair_of_blocks + 1 < kBlocks / 2) {
-        const Slot<kWeightStages> next(weight_uses + pair_of_blocks + 1);
-        ptx::mbarrier_wait(ptx::shared_address(&shared.weights_full[next.stage]), next.parity);
-        load_fragments(shared, next.stage, 0, row, t, fragments[0]);
-      }
-      ptx::wgmma_wait_group<0>();
-      if (lane == 0) {
-        ptx::mbarrier_arrive(ptx::shared_address(&shared.pairs_empty[pairs.stage]));
-      }
+  Fragments first;
+  Fragments second;
+  wait_weights(Slot<kWeightStages>(weight_uses));
+  load_fragments(shared, Slot<kWeightStages>(weight_uses).stage, 0, row, t, first);
+  for (int32_t k = 0; k < kStages; ++k) {
+    const Slot<kWeightStages> weights(weight_uses + k);
+    const Slot<kPairStages> pairs(pair_uses + k);
+    ptx::mbarrier_wait(ptx::shared_address(&shared.pairs_full[pairs.stage]), pairs.parity);
+    multiply_block(first, pairs.stage, 0);
+    load_fragments(shared, weights.stage, 1, row, t, second);
+    release(shared.weights_empty[weights.stage]);
+    multiply_block(second, pairs.stage, 1);
+    ptx::wgmma_wait_group<0>();
+    release(shared.pairs_empty[pairs.stage]);
+    if (k + 1 < kStages) {
+      const Slot<kWeightStages> next(weight_uses + k + 1);
+      wait_weights(next);
+      load_fragments(shared, next.stage, 0, row, t, first);
     }
   }
 }
@@ -330,18 +401,12 @@ __device__ __forceinline__ void multiply_tile(Storage& shared, int32_t count, in
     case 9:
       run.template operator()<144>();
       break;
-    case 10:
+    default:
       run.template operator()<160>();
       break;
-    case 11:
-      run.template operator()<176>();
-      break;
-    default:
-      run.template operator()<192>();
-      break;
   }
-  weight_uses += kColumns / 128;
-  pair_uses += kColumns / kBlockColumns;
+  weight_uses += kColumns / kStageColumns;
+  pair_uses += kColumns / kStageColumns;
 }
 
 }  // namespace cake::grouped_mma

@@ -24,20 +24,20 @@ struct Prefill {
 
 // Stores 128 output columns of the tile's pairs: each lane two consecutive ones, outputs
 // 16 warp + 2g and + 1.
-__device__ __forceinline__ void store_outputs(const Params& params, const Tile& tile, int32_t block,
+__device__ __forceinline__ void store_outputs(const Params& params, const int32_t* pair_ids,
+                                              int32_t count, float alpha, int32_t block,
                                               int32_t warp, int32_t lane,
                                               const float (&sums)[grouped_mma::kTilePairs / 2]) {
-  const float alpha = params.fc2_alpha[tile.expert] * kDequantizedSquare;
   const int32_t first_column = block * grouped_mma::kRows + warp * 16 + lane / 4 * 2;
   const int64_t row_columns = int64_t{params.num_blocks} * grouped_mma::kRows;
 #pragma unroll
   for (int j = 0; j < grouped_mma::kTilePairs / 8; ++j) {
-    if (8 * j < tile.count) {
+    if (8 * j < count) {
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
         const int32_t n = 8 * j + 2 * (lane % 4) + c;
-        if (n < tile.count) {
-          const int64_t pair = params.expert_pairs[tile.first + n];
+        if (n < count) {
+          const int64_t pair = pair_ids[n];
           *reinterpret_cast<__nv_bfloat162*>(params.rows + pair * row_columns + first_column) =
               __floats2bfloat162_rn(sums[4 * j + c] * alpha, sums[4 * j + 2 + c] * alpha);
         }
@@ -61,46 +61,51 @@ __global__ void __launch_bounds__(grouped_mma::kThreads, 1)
   }
   __syncthreads();
   ptx::griddepcontrol_launch_dependents();
-  const int32_t items = *params.num_tiles * params.num_blocks;
-  const auto for_each_item = [&](const auto& body) {
-    for (auto item = static_cast<int32_t>(blockIdx.x); item < items;
-         item += static_cast<int32_t>(gridDim.x)) {
-      body(params.tiles[item / params.num_blocks], item % params.num_blocks);
-    }
+  const int32_t num_items = *params.num_tiles * params.num_blocks;
+  const auto item_of = [&](int32_t i) {
+    return static_cast<int32_t>(blockIdx.x) + i * static_cast<int32_t>(gridDim.x);
   };
-  uint32_t weight_uses = 0;
-  uint32_t pair_uses = 0;
+  const auto items = [&](int32_t i) {
+    return item_of(i) < num_items ? params.tiles[item_of(i) / params.num_blocks] : Tile{};
+  };
   if (warp < kMmaWarps) {
     ptx::setmaxnreg_inc<kMmaRegisters>();
     ptx::griddepcontrol_wait();
-    for_each_item([&](const Tile& tile, int32_t block) {
+    uint32_t weight_uses = 0;
+    uint32_t pair_uses = 0;
+    for (TileCursor cursor(items); cursor.tile().count > 0; cursor.advance()) {
+      const Tile tile = cursor.tile();
+      const float alpha = params.fc2_alpha[tile.expert] * kDequantizedSquare;
       float sums[kTilePairs / 2];
       multiply_tile<Prefill::kIntermediate>(shared, tile.count, warp, lane, weight_uses, pair_uses,
                                             sums);
-      store_outputs(params, tile, block, warp, lane, sums);
-    });
+      store_outputs(params, shared.pair_ids[cursor.index() % 2], tile.count, alpha,
+                    item_of(cursor.index()) % params.num_blocks, warp, lane, sums);
+    }
     return;
   }
   ptx::setmaxnreg_dec<kOtherRegisters>();
   if (warp < kMmaWarps + kUnpackWarps) {
     ptx::griddepcontrol_wait();
-    for_each_item([&](const Tile& tile, int32_t) {
-      const auto source = [&](int32_t n) -> QuantizedRow {
-        const int64_t pair = params.expert_pairs[tile.first + n];
-        return {params.input + pair * (Prefill::kIntermediate / 2),
-                params.input_sf + pair * (Prefill::kIntermediate / 16)};
-      };
-      unpack_item<Prefill::kIntermediate>(shared, tile.count, source,
-                                          static_cast<int32_t>(threadIdx.x) - kMmaWarps * 32,
-                                          pair_uses);
-    });
+    const auto pair_id = [&](const Tile& tile, int32_t n) {
+      return params.expert_pairs[tile.first + n];
+    };
+    const auto row = [&](int32_t pair) -> QuantizedRow {
+      return {params.input + int64_t{pair} * (Prefill::kIntermediate / 2),
+              params.input_sf + int64_t{pair} * (Prefill::kIntermediate / 16)};
+    };
+    unpack_items<Prefill::kIntermediate>(shared, items, pair_id, row,
+                                         static_cast<int32_t>(threadIdx.x) - kMmaWarps * 32);
   } else {
-    for_each_item([&](const Tile& tile, int32_t block) {
-      const int64_t index = int64_t{tile.expert} * Prefill::kRowBlocks + params.first_block + block;
+    uint32_t uses = 0;
+    for (TileCursor cursor(items); cursor.tile().count > 0; cursor.advance()) {
+      const int64_t index = int64_t{cursor.tile().expert} * Prefill::kRowBlocks +
+                            params.first_block + item_of(cursor.index()) % params.num_blocks;
       load_item<Prefill::kIntermediate>(
           shared, params.w2 + index * kRows * (Prefill::kIntermediate / 2),
-          params.w2_sf + index * kRows * (Prefill::kIntermediate / 16), lane, weight_uses);
-    });
+          params.w2_sf + index * kRows * (Prefill::kIntermediate / 16),
+          static_cast<uint32_t>(warp - kMmaWarps - kUnpackWarps), lane, uses);
+    }
   }
 #endif
 }

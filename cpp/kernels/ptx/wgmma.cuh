@@ -30,20 +30,17 @@ __device__ __forceinline__ uint64_t wgmma_descriptor_swizzle128(uint32_t address
   return (address & 0x3FFFFu) >> 4 | kLeading << 16 | kStride << 32 | kSwizzle128 << 62;
 }
 
-// Operands are numbered: 0..3 A, 4 the descriptor of B, 5.. the sums (all read and written, so that
-// the numbers do not depend on N). Eight sums for every 16 columns.
-#define CAKE_SUMS_0 "%5,%6,%7,%8,%9,%10,%11,%12"
-#define CAKE_SUMS_1 CAKE_SUMS_0 ",%13,%14,%15,%16,%17,%18,%19,%20"
-#define CAKE_SUMS_2 CAKE_SUMS_1 ",%21,%22,%23,%24,%25,%26,%27,%28"
-#define CAKE_SUMS_3 CAKE_SUMS_2 ",%29,%30,%31,%32,%33,%34,%35,%36"
-#define CAKE_SUMS_4 CAKE_SUMS_3 ",%37,%38,%39,%40,%41,%42,%43,%44"
-#define CAKE_SUMS_5 CAKE_SUMS_4 ",%45,%46,%47,%48,%49,%50,%51,%52"
-#define CAKE_SUMS_6 CAKE_SUMS_5 ",%53,%54,%55,%56,%57,%58,%59,%60"
-#define CAKE_SUMS_7 CAKE_SUMS_6 ",%61,%62,%63,%64,%65,%66,%67,%68"
-#define CAKE_SUMS_8 CAKE_SUMS_7 ",%69,%70,%71,%72,%73,%74,%75,%76"
-#define CAKE_SUMS_9 CAKE_SUMS_8 ",%77,%78,%79,%80,%81,%82,%83,%84"
-#define CAKE_SUMS_10 CAKE_SUMS_9 ",%85,%86,%87,%88,%89,%90,%91,%92"
-#define CAKE_SUMS_11 CAKE_SUMS_10 ",%93,%94,%95,%96,%97,%98,%99,%100"
+// The operands of one asm statement: 8 (i + 1) sums of N = 16 (i + 1) columns, numbered from 0.
+#define CAKE_SUMS_0 "%0,%1,%2,%3,%4,%5,%6,%7"
+#define CAKE_SUMS_1 CAKE_SUMS_0 ",%8,%9,%10,%11,%12,%13,%14,%15"
+#define CAKE_SUMS_2 CAKE_SUMS_1 ",%16,%17,%18,%19,%20,%21,%22,%23"
+#define CAKE_SUMS_3 CAKE_SUMS_2 ",%24,%25,%26,%27,%28,%29,%30,%31"
+#define CAKE_SUMS_4 CAKE_SUMS_3 ",%32,%33,%34,%35,%36,%37,%38,%39"
+#define CAKE_SUMS_5 CAKE_SUMS_4 ",%40,%41,%42,%43,%44,%45,%46,%47"
+#define CAKE_SUMS_6 CAKE_SUMS_5 ",%48,%49,%50,%51,%52,%53,%54,%55"
+#define CAKE_SUMS_7 CAKE_SUMS_6 ",%56,%57,%58,%59,%60,%61,%62,%63"
+#define CAKE_SUMS_8 CAKE_SUMS_7 ",%64,%65,%66,%67,%68,%69,%70,%71"
+#define CAKE_SUMS_9 CAKE_SUMS_8 ",%72,%73,%74,%75,%76,%77,%78,%79"
 #define CAKE_ARGS(d, i)                                                                       \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
       "+f"(d[i + 6]), "+f"(d[i + 7])
@@ -57,45 +54,42 @@ __device__ __forceinline__ uint64_t wgmma_descriptor_swizzle128(uint32_t address
 #define CAKE_ARGS_7(d) CAKE_ARGS_6(d), CAKE_ARGS(d, 56)
 #define CAKE_ARGS_8(d) CAKE_ARGS_7(d), CAKE_ARGS(d, 64)
 #define CAKE_ARGS_9(d) CAKE_ARGS_8(d), CAKE_ARGS(d, 72)
-#define CAKE_ARGS_10(d) CAKE_ARGS_9(d), CAKE_ARGS(d, 80)
-#define CAKE_ARGS_11(d) CAKE_ARGS_10(d), CAKE_ARGS(d, 88)
-#define CAKE_WGMMA(columns, blocks)                                                      \
-  asm volatile(                                                                          \
-      "{\n.reg .pred p;\nsetp.ne.b32 p, 1, 0;\n"                                         \
-      "wgmma.mma_async.sync.aligned.m64n" columns "k16.f32.f16.f16 {" CAKE_SUMS_##blocks \
-      "}, {%0,%1,%2,%3}, %4, p, 1, 1, 0;\n}"                                             \
-      : "+r"(a[0]), "+r"(a[1]), "+r"(a[2]), "+r"(a[3]), "+l"(b), CAKE_ARGS_##blocks(d))
+// `a` and `b`: the numbers of the operands after the sums.
+#define CAKE_WGMMA(columns, i, a, b)                                                \
+  asm volatile(                                                                     \
+      "{\n.reg .pred p;\nsetp.ne.b32 p, 1, 0;\n"                                    \
+      "wgmma.mma_async.sync.aligned.m64n" columns "k16.f32.f16.f16 {" CAKE_SUMS_##i \
+      "}, {" a "}, " b ", p, 1, 1, 0;\n}"                                           \
+      : CAKE_ARGS_##i(d)                                                            \
+      : "r"(fragment[0]), "r"(fragment[1]), "r"(fragment[2]), "r"(fragment[3]), "l"(descriptor))
 
 // d[64 x N] += a[64 x 16] b[16 x N], half operands, float32 sums. Of warp w of the warpgroup, with
-// g = lane / 4, t = lane % 4: a0, a2 hold row 16w + g, a1, a3 row 16w + g + 8 (columns 2t.., 2t
-// + 8..); d[4j], d[4j + 1] row g, columns 8j + 2t and + 1; d[4j + 2], d[4j + 3] row g + 8.
+// g = lane / 4, t = lane % 4: fragment 0, 2 hold row 16w + g, 1, 3 row 16w + g + 8 (columns 2t..,
+// 2t + 8..); d[4j], d[4j + 1] row g, columns 8j + 2t and + 1; d[4j + 2], d[4j + 3] row g + 8.
 template <int N>
-__device__ __forceinline__ void wgmma_m64k16(float (&d)[96], uint32_t (&a)[4], uint64_t b) {
-  static_assert(N % 16 == 0 && N >= 16 && N <= 192, "N must be a multiple of 16 up to 192");
+__device__ __forceinline__ void wgmma_m64k16(float (&d)[80], const uint32_t (&fragment)[4],
+                                             uint64_t descriptor) {
+  static_assert(N % 16 == 0 && N >= 16 && N <= 160, "N must be a multiple of 16 up to 160");
   if constexpr (N == 16) {
-    CAKE_WGMMA("16", 0);
+    CAKE_WGMMA("16", 0, "%8,%9,%10,%11", "%12");
   } else if constexpr (N == 32) {
-    CAKE_WGMMA("32", 1);
+    CAKE_WGMMA("32", 1, "%16,%17,%18,%19", "%20");
   } else if constexpr (N == 48) {
-    CAKE_WGMMA("48", 2);
+    CAKE_WGMMA("48", 2, "%24,%25,%26,%27", "%28");
   } else if constexpr (N == 64) {
-    CAKE_WGMMA("64", 3);
+    CAKE_WGMMA("64", 3, "%32,%33,%34,%35", "%36");
   } else if constexpr (N == 80) {
-    CAKE_WGMMA("80", 4);
+    CAKE_WGMMA("80", 4, "%40,%41,%42,%43", "%44");
   } else if constexpr (N == 96) {
-    CAKE_WGMMA("96", 5);
+    CAKE_WGMMA("96", 5, "%48,%49,%50,%51", "%52");
   } else if constexpr (N == 112) {
-    CAKE_WGMMA("112", 6);
+    CAKE_WGMMA("112", 6, "%56,%57,%58,%59", "%60");
   } else if constexpr (N == 128) {
-    CAKE_WGMMA("128", 7);
+    CAKE_WGMMA("128", 7, "%64,%65,%66,%67", "%68");
   } else if constexpr (N == 144) {
-    CAKE_WGMMA("144", 8);
+    CAKE_WGMMA("144", 8, "%72,%73,%74,%75", "%76");
   } else if constexpr (N == 160) {
-    CAKE_WGMMA("160", 9);
-  } else if constexpr (N == 176) {
-    CAKE_WGMMA("176", 10);
-  } else if constexpr (N == 192) {
-    CAKE_WGMMA("192", 11);
+    CAKE_WGMMA("160", 9, "%80,%81,%82,%83", "%84");
   }
 }
 
