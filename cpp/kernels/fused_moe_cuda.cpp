@@ -65,6 +65,10 @@ Status fused_moe(const Arguments& a) {
   auto* const fc1_packed = region_pointer<uint8_t>(workspace, layout.fc1_packed);
   auto* const fc1_sf = region_pointer<uint8_t>(workspace, layout.fc1_sf);
   auto* const fc2_rows = region_pointer<uint16_t>(workspace, layout.fc2_rows);
+  // The prefill kernels' input as half lies where FC2's rows come later: FC1 has read it by then.
+  auto* const halves = plan.kernels == Kernels::kPrefill
+                           ? region_pointer<uint8_t>(workspace, layout.fc2_rows)
+                           : nullptr;
   auto* const work_counter = region_pointer<int32_t>(workspace, layout.work_counter);
   const auto* const prepared_beta = region_pointer<float>(workspace, layout.situ_beta);
   const auto* const prepared_linear = region_pointer<float>(workspace, layout.situ_linear_beta);
@@ -83,12 +87,14 @@ Status fused_moe(const Arguments& a) {
                              .input_scale = a.input_scale,
                              .packed = input_packed,
                              .sf = input_sf,
+                             .halves = halves,
                              .stream = a.stream}));
   CAKE_RETURN_IF_ERROR(launch_fc1(
       {.w13 = static_cast<const uint8_t*>(a.w13),
        .w13_sf = static_cast<const uint8_t*>(a.w13_sf),
        .input = input_packed,
        .input_sf = input_sf,
+       .halves = halves,
        .tiles = tiles,
        .num_tiles = num_tiles,
        .expert_pairs = expert_pairs,

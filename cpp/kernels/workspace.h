@@ -11,7 +11,10 @@
 //   num_tiles       4                         route -> fc1, fc2 (CUDA)
 //   fc1_packed      P * I/2                   fc1 -> fc2        (row = pair)
 //   fc1_sf          P * I/16                  fc1 -> fc2        (linear)
-//   fc2_rows        min(P * H * 2, 128 MiB)   fc2 -> finalize   (some output columns at a time)
+//   fc2_rows        min(P * H * 2, 128 MiB)   fc2 -> finalize   (some output columns at a time);
+//   with
+//                                             the prefill kernels, before that, quantize -> fc1:
+//                                             the dequantized input as half, T * H * 2
 //   work_counter    4, pooled counts only     route -> fc2      (FC2 claims its work from it)
 //
 // T tokens, P = T * top_k pairs; pair p is slot p % top_k of token p / top_k.

@@ -9,7 +9,7 @@ Status load_fc1() {
   CAKE_RETURN_IF_ERROR(
       load_kernel("cake_fc1_decode_sm90", &fc1::cake_fc1_decode_sm90, sizeof(fc1::DecodeStorage)));
   return load_kernel("cake_fc1_prefill_sm90", &fc1::cake_fc1_prefill_sm90,
-                     sizeof(grouped_mma::Storage));
+                     sizeof(fc1::PrefillStorage));
 }
 
 Status launch_fc1(const fc1::Params& params, const Plan& plan, void* stream) {
@@ -21,8 +21,8 @@ Status launch_fc1(const fc1::Params& params, const Plan& plan, void* stream) {
     where.shared_bytes = sizeof(fc1::DecodeStorage);
     return launch("cake_fc1_decode_sm90", where, &fc1::cake_fc1_decode_sm90, params);
   }
-  where.block = dim3(grouped_mma::kThreads);
-  where.shared_bytes = sizeof(grouped_mma::Storage);
+  where.block = dim3(fc1::Prefill::kThreads);
+  where.shared_bytes = sizeof(fc1::PrefillStorage);
   return launch("cake_fc1_prefill_sm90", where, &fc1::cake_fc1_prefill_sm90, params);
 }
 

@@ -9,7 +9,7 @@ Status load_fc2() {
   CAKE_RETURN_IF_ERROR(
       load_kernel("cake_fc2_decode_sm90", &fc2::cake_fc2_decode_sm90, sizeof(fc2::DecodeStorage)));
   return load_kernel("cake_fc2_prefill_sm90", &fc2::cake_fc2_prefill_sm90,
-                     sizeof(grouped_mma::Storage));
+                     sizeof(fc2::PrefillStorage));
 }
 
 Status launch_fc2(const fc2::Params& params, const Plan& plan, void* stream) {
@@ -21,8 +21,8 @@ Status launch_fc2(const fc2::Params& params, const Plan& plan, void* stream) {
     where.shared_bytes = sizeof(fc2::DecodeStorage);
     return launch("cake_fc2_decode_sm90", where, &fc2::cake_fc2_decode_sm90, params);
   }
-  where.block = dim3(grouped_mma::kThreads);
-  where.shared_bytes = sizeof(grouped_mma::Storage);
+  where.block = dim3(fc2::Prefill::kThreads);
+  where.shared_bytes = sizeof(fc2::PrefillStorage);
   return launch("cake_fc2_prefill_sm90", where, &fc2::cake_fc2_prefill_sm90, params);
 }
 

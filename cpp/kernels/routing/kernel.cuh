@@ -18,6 +18,7 @@
 #include <cstdint>
 #include <cub/block/block_scan.cuh>
 
+#include "common/dequantize.cuh"
 #include "common/quantize_group.cuh"
 #include "common/tile.h"
 #include "ptx/pdl.cuh"
@@ -43,9 +44,11 @@ struct Params {
   const float* __restrict__ input_scale;  // [1]
   uint2* __restrict__ packed;             // out [T, groups]
   uint8_t* __restrict__ sf;               // out [T, groups]
-  int64_t input_stride;                   // elements
-  int32_t num_groups;                     // T * groups
-  int32_t groups;                         // of a token
+  // Out or null: half [T, 16 * groups], dequantized, in the order of common/grouped_mma_sm90.cuh.
+  uint32_t* __restrict__ halves;
+  int64_t input_stride;  // elements
+  int32_t num_groups;    // T * groups
+  int32_t groups;        // of a token
 };
 
 // Pairs in the low half, tiles in the high half.
@@ -164,6 +167,22 @@ __device__ __forceinline__ void route(const Params& params, Storage& shared) {
   cluster.sync();  // no CTA leaves while another may still read its totals
 }
 
+// Dequantizes a group into its 64-column block of a row.
+__device__ __forceinline__ void store_halves(uint32_t* row, int32_t group,
+                                             const QuantizedGroup& quantized) {
+  const __half2 scale = scale_pair(quantized.sf).first;
+  uint32_t* const words = row + group / 4 * 32 + group % 4;
+#pragma unroll
+  for (int v = 0; v < 2; ++v) {
+    uint32_t pairs[4];
+    dequantize8(v == 0 ? quantized.codes.x : quantized.codes.y, scale, pairs);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      words[(4 * v + i) * 4] = pairs[i];
+    }
+  }
+}
+
 template <bool kAligned16>
 __device__ __forceinline__ void quantize(const Params& params, int32_t first_block) {
   const int32_t index = (static_cast<int32_t>(blockIdx.x) - first_block) * kThreads +
@@ -175,6 +194,9 @@ __device__ __forceinline__ void quantize(const Params& params, int32_t first_blo
         params.input + row * params.input_stride + group * 16, *params.input_scale);
     params.packed[index] = out.codes;
     params.sf[index] = out.sf;
+    if (params.halves != nullptr) {
+      store_halves(params.halves + int64_t{row} * params.groups * 8, group, out);
+    }
   }
 }
 

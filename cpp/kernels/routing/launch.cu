@@ -32,6 +32,7 @@ Status launch_route_quantize(const RouteQuantizeArguments& a) {
   params.input_scale = a.input_scale;
   params.packed = static_cast<uint2*>(a.packed);
   params.sf = static_cast<uint8_t*>(a.sf);
+  params.halves = static_cast<uint32_t*>(a.halves);
   params.input_stride = a.input_stride;
   params.num_groups = a.num_tokens * kGroups;
   params.groups = kGroups;

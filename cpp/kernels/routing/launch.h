@@ -19,6 +19,7 @@ struct RouteQuantizeArguments {
   const float* input_scale;
   void* packed;  // [T, 1792]
   void* sf;      // [T, 224]
+  void* halves;  // half [T, 3584] for the prefill kernels, or null
   void* stream;
 };
 
