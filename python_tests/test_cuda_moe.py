@@ -1,0 +1,256 @@
+"""The whole operation on a GPU: against the exact CPU path, and what it promises."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import layer_calls
+import pytest
+import torch
+from torch import Tensor
+
+import cake
+from cake.check import Batch, Call, Layer, check_case, make_batch
+from cake.testing import synthetic
+from cake.testing.numeric import bitwise_difference
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available() or not cake.is_supported("cuda")[0],
+    reason="needs a GPU that runs the fused operation",
+)
+
+GPU = torch.device("cuda")
+# Around every change of kernels, and counts that no tile size divides.
+TOKENS = (1, 2, 5, 7, 8, 9, 31, 63, 64, 65, 127, 129, 255, 256, 257, 511, 513, 639, 640, 641, 1023)
+LARGE = (1024, 1025, 1171, 2047, 3000, 4097)
+
+
+@pytest.fixture(scope="module")
+def cpu_layer(layer: layer_calls.Layer) -> Layer:
+    return Layer(layer.weights, layer.scales)
+
+
+@pytest.fixture(scope="module")
+def gpu_layer(cpu_layer: Layer) -> Iterator[Layer]:
+    yield cpu_layer.to(GPU)
+    torch.cuda.empty_cache()
+
+
+def run(layer: Layer, batch: Batch) -> Tensor:
+    return Call(layer, batch).run()
+
+
+def assert_same_bits(a: Tensor, b: Tensor) -> None:
+    difference = bitwise_difference(a, b)
+    assert difference is None, difference
+
+
+@pytest.mark.parametrize("tokens", TOKENS + LARGE)
+def test_stages_output_repeat_and_replay(cpu_layer: Layer, gpu_layer: Layer, tokens: int) -> None:
+    check_case(cpu_layer, gpu_layer, tokens, "random", seed=tokens)
+
+
+@pytest.mark.parametrize("tokens", [40, 700])
+@pytest.mark.parametrize("routing", synthetic.ROUTINGS)
+def test_routings(
+    cpu_layer: Layer, gpu_layer: Layer, routing: synthetic.Routing, tokens: int
+) -> None:
+    check_case(cpu_layer, gpu_layer, tokens, routing, seed=3)
+
+
+@pytest.mark.parametrize("tokens", [8, 40, 700])
+def test_a_row_depends_on_its_own_token_alone(gpu_layer: Layer, tokens: int) -> None:
+    batch = make_batch(tokens, "zipf", 5).to(GPU)
+    expected = run(gpu_layer, batch)
+    order = torch.randperm(tokens, generator=torch.Generator().manual_seed(1)).to(GPU)
+    permuted = Batch(
+        batch.tokens[order].contiguous(),
+        batch.topk_ids[order].contiguous(),
+        batch.topk_weights[order].contiguous(),
+    )
+    assert_same_bits(run(gpu_layer, permuted), expected[order])
+
+
+def test_decode_plan_gives_a_row_the_same_bits_at_every_token_count(gpu_layer: Layer) -> None:
+    batch = make_batch(600, "random", 6).to(GPU)
+    expected = run(gpu_layer, batch)
+    for tokens in (1, 3, 64, 333):
+        part = Batch(batch.tokens[:tokens], batch.topk_ids[:tokens], batch.topk_weights[:tokens])
+        assert_same_bits(run(gpu_layer, part), expected[:tokens])
+
+
+@pytest.mark.parametrize("tokens", [6, 700])
+def test_int64_ids_and_float32_weights_give_the_converted_result(
+    gpu_layer: Layer, tokens: int
+) -> None:
+    batch = make_batch(tokens, "random", 7).to(GPU)
+    weights = torch.rand(tokens, 16, device=GPU)
+    expected = run(gpu_layer, Batch(batch.tokens, batch.topk_ids, weights.bfloat16()))
+    actual = run(gpu_layer, Batch(batch.tokens, batch.topk_ids.long(), weights))
+    assert_same_bits(actual, expected)
+
+
+@pytest.mark.parametrize("tokens", [6, 700])
+@pytest.mark.parametrize("empty", [-1, 896, 2**31 - 1, -(2**31), 2**32 + 5])
+def test_empty_slots_add_nothing(gpu_layer: Layer, tokens: int, empty: int) -> None:
+    batch = make_batch(tokens, "random", 8).to(GPU)
+    expected = run(gpu_layer, batch)
+    ids, weights = batch.topk_ids.long(), batch.topk_weights.clone()
+    ids[1] = empty
+    weights[1] = float("nan")
+    actual = run(gpu_layer, Batch(batch.tokens, ids, weights))
+    assert not actual[1].any()
+    keep = torch.arange(tokens, device=GPU) != 1
+    assert_same_bits(actual[keep], expected[keep])
+    ids[:] = empty
+    assert not run(gpu_layer, Batch(batch.tokens, ids, weights)).any()
+
+
+@pytest.mark.parametrize("tokens", [6, 700])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_a_bad_token_stays_alone(
+    cpu_layer: Layer, gpu_layer: Layer, tokens: int, value: float
+) -> None:
+    batch = make_batch(tokens, "same", 9)
+    batch.tokens[2, 64:96] = value
+    expected = run(cpu_layer, batch)
+    actual = run(gpu_layer, batch.to(GPU)).cpu()
+    assert torch.equal(actual.isnan(), expected.isnan())
+    clean = make_batch(tokens, "same", 9)
+    keep = torch.arange(tokens) != 2
+    assert_same_bits(actual[keep], run(gpu_layer, clean.to(GPU)).cpu()[keep])
+
+
+@pytest.mark.parametrize("tokens", [6, 700])
+def test_explicit_constants_need_no_byte_of_the_workspace(gpu_layer: Layer, tokens: int) -> None:
+    batch = make_batch(tokens, "random", 10).to(GPU)
+    expected = run(gpu_layer, batch)
+    call = Call(gpu_layer, batch)
+    beta, linear = (torch.full((896,), v, device=GPU) for v in (4.0, 25.0))
+    for poison in (0x00, 0x7F, 0xFF, 0x80):
+        call.workspace.fill_(poison)
+        output = cake.cutlass_fused_moe(
+            batch.tokens,
+            batch.topk_ids,
+            batch.topk_weights,
+            gpu_layer.weights.w13,
+            gpu_layer.weights.w2,
+            torch.bfloat16,
+            gpu_layer.quant_scales,
+            activation_type=cake.ActivationType.Situ,
+            tp_size=8,
+            workspace_buffer=call.workspace,
+            situ_beta=beta,
+            situ_linear_beta=linear,
+        )
+        assert_same_bits(output, expected)
+
+
+@pytest.mark.parametrize("tokens", [6, 300, 700])
+def test_many_repeats_under_side_load_give_the_same_bits(gpu_layer: Layer, tokens: int) -> None:
+    call = Call(gpu_layer, make_batch(tokens, "zipf", 11).to(GPU))
+    expected = call.run().clone()
+    load = torch.randn(2048, 2048, device=GPU)
+    side = torch.cuda.Stream()
+    for _ in range(60):
+        with torch.cuda.stream(side):
+            load @ load
+        call.output.fill_(float("nan"))
+        assert_same_bits(call.run(), expected)
+
+
+def test_submission_allocates_nothing_and_does_not_synchronize(gpu_layer: Layer) -> None:
+    call = Call(gpu_layer, make_batch(64, "random", 12).to(GPU))
+    call.run()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(5):
+            call.run()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+
+
+def test_preparation_during_capture_is_refused(gpu_layer: Layer) -> None:
+    call = Call(gpu_layer, make_batch(4, "random", 13).to(GPU))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        with pytest.raises(RuntimeError, match="capturing"):
+            cake.cake_fused_moe_prepare_workspace(call.workspace, 3)
+        call.run()
+
+
+def test_a_graph_follows_its_inputs(gpu_layer: Layer) -> None:
+    call = Call(gpu_layer, make_batch(32, "random", 14).to(GPU))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call.run()
+    kinds: tuple[synthetic.Routing, ...] = ("random", "same", "one_expert", "random")
+    for seed, kind in enumerate(kinds):
+        batch = make_batch(32, kind, seed).to(GPU)
+        call.batch.tokens.copy_(batch.tokens)
+        call.batch.topk_ids.copy_(batch.topk_ids)
+        call.batch.topk_weights.copy_(batch.topk_weights)
+        call.output.fill_(float("nan"))
+        graph.replay()
+        torch.cuda.synchronize()
+        assert_same_bits(call.output, run(gpu_layer, batch))
+
+
+@pytest.mark.parametrize("tokens", [5, 700])
+def test_the_first_ever_submission_may_be_captured(tokens: int) -> None:
+    script = f"""
+import torch
+from cake.check import Call, Layer, make_batch
+from cake.testing import synthetic
+layer = Layer(*synthetic.fill_random_prepared(0)).to(torch.device("cuda"))
+call = Call(layer, make_batch({tokens}, "random", 1).to(torch.device("cuda")))
+torch.cuda.synchronize()
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph):
+    call.run()
+graph.replay()
+torch.cuda.synchronize()
+captured = call.output.clone()
+call.output.fill_(float("nan"))
+assert torch.equal(call.run(), captured)
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+
+
+def test_compiled_calls_give_the_same_bits(gpu_layer: Layer) -> None:
+    def step(tokens: Tensor, ids: Tensor, weights: Tensor, workspace: Tensor) -> Tensor:
+        return cake.cutlass_fused_moe(
+            tokens,
+            ids,
+            weights,
+            gpu_layer.weights.w13,
+            gpu_layer.weights.w2,
+            torch.bfloat16,
+            gpu_layer.quant_scales,
+            activation_type=cake.ActivationType.Situ,
+            tp_size=8,
+            workspace_buffer=workspace,
+        )
+
+    compiled = torch.compile(step, fullgraph=True, dynamic=True, backend="eager")
+    for tokens in (5, 9, 700):
+        call = Call(gpu_layer, make_batch(tokens, "random", 15).to(GPU))
+        batch = call.batch
+        actual = compiled(batch.tokens, batch.topk_ids, batch.topk_weights, call.workspace)
+        assert_same_bits(actual, call.run())
+
+
+def test_mixed_devices_are_refused_by_name(cpu_layer: Layer, gpu_layer: Layer) -> None:
+    call = Call(gpu_layer, make_batch(4, "random", 16).to(GPU))
+    call.batch = Batch(call.batch.tokens, call.batch.topk_ids.cpu(), call.batch.topk_weights)
+    with pytest.raises(ValueError, match="token_selected_experts: expected a tensor on cuda"):
+        call.run()
+    call = Call(gpu_layer, make_batch(4, "random", 16).to(GPU))
+    call.layer = Layer(cpu_layer.weights, call.layer.quant_scales)
+    with pytest.raises(ValueError, match="fc1_expert_weights: expected a tensor on cuda"):
+        call.run()
