@@ -131,20 +131,7 @@ def test_explicit_constants_need_no_byte_of_the_workspace(gpu_layer: Layer, toke
     beta, linear = (torch.full((896,), v, device=GPU) for v in (4.0, 25.0))
     for poison in (0x00, 0x7F, 0xFF, 0x80):
         call.workspace.fill_(poison)
-        output = cake.cutlass_fused_moe(
-            batch.tokens,
-            batch.topk_ids,
-            batch.topk_weights,
-            gpu_layer.weights.w13,
-            gpu_layer.weights.w2,
-            torch.bfloat16,
-            gpu_layer.quant_scales,
-            activation_type=cake.ActivationType.Situ,
-            tp_size=8,
-            workspace_buffer=call.workspace,
-            situ_beta=beta,
-            situ_linear_beta=linear,
-        )
+        output = call.run(situ_beta=beta, situ_linear_beta=linear)
         assert_same_bits(output, expected)
 
 

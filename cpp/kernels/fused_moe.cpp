@@ -122,13 +122,12 @@ Status check_device(Device device, const Shape& shape) {
 // On the CPU the prepared constants can be looked at: were they overwritten, or the memory given
 // back and taken anew, since preparation?
 Status check_constants(const Arguments& a) {
-  const Workspace layout(a.shape, a.num_tokens);
-  const auto holds = [&](const Region& region, float value) {
-    const float* first = region_pointer<float>(a.workspace, region);
+  const WorkspacePointers w(a.workspace, Workspace(a.shape, a.num_tokens));
+  const auto holds = [&](const float* first, float value) {
     return std::all_of(first, first + a.shape.num_experts, [&](float x) { return x == value; });
   };
-  if ((a.situ_beta == nullptr && !holds(layout.situ_beta, kDefaultSituBeta)) ||
-      (a.situ_linear_beta == nullptr && !holds(layout.situ_linear_beta, kDefaultSituLinearBeta))) {
+  if ((a.situ_beta == nullptr && !holds(w.situ_beta, kDefaultSituBeta)) ||
+      (a.situ_linear_beta == nullptr && !holds(w.situ_linear_beta, kDefaultSituLinearBeta))) {
     return invalid_argument(
         names::kWorkspace,
         ": expected the SiTU constants that preparation wrote, got other bytes; prepare the buffer "
@@ -164,11 +163,9 @@ Status prepare(const Shape& shape, void* workspace, int64_t bytes, int32_t num_t
       CAKE_RETURN_IF_ERROR(guard.status());
       CAKE_RETURN_IF_ERROR(device::prepare(workspace, num_tokens, stream));
     } else {
-      const Workspace layout(shape, num_tokens);
-      std::fill_n(region_pointer<float>(workspace, layout.situ_beta), shape.num_experts,
-                  kDefaultSituBeta);
-      std::fill_n(region_pointer<float>(workspace, layout.situ_linear_beta), shape.num_experts,
-                  kDefaultSituLinearBeta);
+      const WorkspacePointers w(workspace, Workspace(shape, num_tokens));
+      std::fill_n(w.situ_beta, shape.num_experts, kDefaultSituBeta);
+      std::fill_n(w.situ_linear_beta, shape.num_experts, kDefaultSituLinearBeta);
     }
     prepared::add(shape, workspace, bytes, num_tokens, device);
     return {};

@@ -42,11 +42,9 @@ Status prepare(void* workspace, int32_t num_tokens, void* stream) {
   CAKE_RETURN_IF_ERROR(load_fc1());
   CAKE_RETURN_IF_ERROR(load_fc2());
   CAKE_RETURN_IF_ERROR(load_finalize());
-  const Workspace layout(kShape, num_tokens);
-  CAKE_RETURN_IF_ERROR(launch_fill(region_pointer<float>(workspace, layout.situ_beta),
-                                   kShape.num_experts, kDefaultSituBeta, stream));
-  return launch_fill(region_pointer<float>(workspace, layout.situ_linear_beta), kShape.num_experts,
-                     kDefaultSituLinearBeta, stream);
+  const WorkspacePointers w(workspace, Workspace(kShape, num_tokens));
+  CAKE_RETURN_IF_ERROR(launch_fill(w.situ_beta, kShape.num_experts, kDefaultSituBeta, stream));
+  return launch_fill(w.situ_linear_beta, kShape.num_experts, kDefaultSituLinearBeta, stream);
 }
 
 Status fused_moe(const Arguments& a) {
@@ -55,55 +53,41 @@ Status fused_moe(const Arguments& a) {
       cuda_status(cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, a.device.index),
                   "cudaDeviceGetAttribute"));
   const Plan plan = make_plan(a.num_tokens, num_sms);
-  const Workspace layout(kShape, a.num_tokens);
-  void* const workspace = a.workspace;
-  auto* const tiles = region_pointer<Tile>(workspace, layout.tiles);
-  auto* const num_tiles = region_pointer<int32_t>(workspace, layout.num_tiles);
-  auto* const expert_pairs = region_pointer<int32_t>(workspace, layout.expert_pairs);
-  auto* const input_packed = region_pointer<uint8_t>(workspace, layout.input_packed);
-  auto* const input_sf = region_pointer<uint8_t>(workspace, layout.input_sf);
-  auto* const fc1_packed = region_pointer<uint8_t>(workspace, layout.fc1_packed);
-  auto* const fc1_sf = region_pointer<uint8_t>(workspace, layout.fc1_sf);
-  auto* const fc2_rows = region_pointer<uint16_t>(workspace, layout.fc2_rows);
+  const WorkspacePointers w(a.workspace, Workspace(kShape, a.num_tokens));
   // The prefill kernels' input as half lies where FC2's rows come later: FC1 has read it by then.
-  auto* const halves = plan.kernels == Kernels::kPrefill
-                           ? region_pointer<uint8_t>(workspace, layout.fc2_rows)
-                           : nullptr;
-  auto* const work_counter = region_pointer<int32_t>(workspace, layout.work_counter);
-  const auto* const prepared_beta = region_pointer<float>(workspace, layout.situ_beta);
-  const auto* const prepared_linear = region_pointer<float>(workspace, layout.situ_linear_beta);
+  uint8_t* const halves =
+      plan.kernels == Kernels::kPrefill ? reinterpret_cast<uint8_t*>(w.fc2_rows) : nullptr;
 
-  CAKE_RETURN_IF_ERROR(
-      launch_route_quantize({.topk_ids = a.topk_ids,
-                             .topk_ids_type = a.topk_ids_type,
-                             .num_tokens = a.num_tokens,
-                             .tile_pairs = plan.tile_pairs,
-                             .expert_pairs = expert_pairs,
-                             .tiles = tiles,
-                             .num_tiles = num_tiles,
-                             .work_counter = layout.work_counter.bytes > 0 ? work_counter : nullptr,
-                             .input = a.input,
-                             .input_stride = a.input_stride,
-                             .input_scale = a.input_scale,
-                             .packed = input_packed,
-                             .sf = input_sf,
-                             .halves = halves,
-                             .stream = a.stream}));
+  CAKE_RETURN_IF_ERROR(launch_route_quantize({.topk_ids = a.topk_ids,
+                                              .topk_ids_type = a.topk_ids_type,
+                                              .num_tokens = a.num_tokens,
+                                              .tile_pairs = plan.tile_pairs,
+                                              .expert_pairs = w.expert_pairs,
+                                              .tiles = w.tiles,
+                                              .num_tiles = w.num_tiles,
+                                              .work_counter = w.work_counter,
+                                              .input = a.input,
+                                              .input_stride = a.input_stride,
+                                              .input_scale = a.input_scale,
+                                              .packed = w.input_packed,
+                                              .sf = w.input_sf,
+                                              .halves = halves,
+                                              .stream = a.stream}));
   CAKE_RETURN_IF_ERROR(launch_fc1(
       {.w13 = static_cast<const uint8_t*>(a.w13),
        .w13_sf = static_cast<const uint8_t*>(a.w13_sf),
-       .input = input_packed,
-       .input_sf = input_sf,
+       .input = w.input_packed,
+       .input_sf = w.input_sf,
        .halves = halves,
-       .tiles = tiles,
-       .num_tiles = num_tiles,
-       .expert_pairs = expert_pairs,
+       .tiles = w.tiles,
+       .num_tiles = w.num_tiles,
+       .expert_pairs = w.expert_pairs,
        .fc1_alpha = a.fc1_alpha,
        .fc2_input_scale = a.fc2_input_scale,
-       .situ_beta = a.situ_beta != nullptr ? a.situ_beta : prepared_beta,
-       .situ_linear_beta = a.situ_linear_beta != nullptr ? a.situ_linear_beta : prepared_linear,
-       .packed = fc1_packed,
-       .sf = fc1_sf},
+       .situ_beta = a.situ_beta != nullptr ? a.situ_beta : w.situ_beta,
+       .situ_linear_beta = a.situ_linear_beta != nullptr ? a.situ_linear_beta : w.situ_linear_beta,
+       .packed = w.fc1_packed,
+       .sf = w.fc1_sf},
       plan, a.stream));
 
   const int32_t all_blocks = kShape.hidden / kFc2BlockRows;
@@ -112,13 +96,13 @@ Status fused_moe(const Arguments& a) {
     const int32_t blocks = std::min(part_blocks, all_blocks - first);
     CAKE_RETURN_IF_ERROR(launch_fc2({.w2 = static_cast<const uint8_t*>(a.w2),
                                      .w2_sf = static_cast<const uint8_t*>(a.w2_sf),
-                                     .input = fc1_packed,
-                                     .input_sf = fc1_sf,
-                                     .tiles = tiles,
-                                     .num_tiles = num_tiles,
-                                     .expert_pairs = expert_pairs,
+                                     .input = w.fc1_packed,
+                                     .input_sf = w.fc1_sf,
+                                     .tiles = w.tiles,
+                                     .num_tiles = w.num_tiles,
+                                     .expert_pairs = w.expert_pairs,
                                      .fc2_alpha = a.fc2_alpha,
-                                     .rows = fc2_rows,
+                                     .rows = w.fc2_rows,
                                      .first_block = first,
                                      .num_blocks = blocks},
                                     plan, a.stream));
@@ -128,7 +112,7 @@ Status fused_moe(const Arguments& a) {
                          .topk_weights = a.topk_weights,
                          .topk_weights_type = a.topk_weights_type,
                          .num_tokens = a.num_tokens,
-                         .rows = fc2_rows,
+                         .rows = w.fc2_rows,
                          .columns = blocks * kFc2BlockRows,
                          .output = static_cast<uint16_t*>(a.output) + first * kFc2BlockRows,
                          .stream = a.stream}));

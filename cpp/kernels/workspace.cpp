@@ -3,8 +3,6 @@
 #include <algorithm>
 #include <sstream>
 
-#include "common/tile.h"
-
 namespace cake {
 
 Workspace::Workspace(const Shape& shape, int32_t num_tokens) {
@@ -28,6 +26,25 @@ Workspace::Workspace(const Shape& shape, int32_t num_tokens) {
   const int64_t all_rows = pairs * shape.hidden * int64_t{sizeof(uint16_t)};
   place(fc2_rows, "fc2_rows", std::min(all_rows, kFc2RowsBytes));
   place(work_counter, "work_counter", is_pooled(num_tokens) ? int64_t{sizeof(int32_t)} : 0);
+}
+
+WorkspacePointers::WorkspacePointers(void* base, const Workspace& layout) {
+  const auto set = [base]<class T>(T*& pointer, const Region& region) {
+    pointer =
+        region.bytes > 0 ? reinterpret_cast<T*>(static_cast<char*>(base) + region.offset) : nullptr;
+  };
+  set(situ_beta, layout.situ_beta);
+  set(situ_linear_beta, layout.situ_linear_beta);
+  set(input_packed, layout.input_packed);
+  set(input_sf, layout.input_sf);
+  set(expert_offsets, layout.expert_offsets);
+  set(expert_pairs, layout.expert_pairs);
+  set(tiles, layout.tiles);
+  set(num_tiles, layout.num_tiles);
+  set(fc1_packed, layout.fc1_packed);
+  set(fc1_sf, layout.fc1_sf);
+  set(fc2_rows, layout.fc2_rows);
+  set(work_counter, layout.work_counter);
 }
 
 int64_t workspace_bytes(const Shape& shape, int32_t max_num_tokens) {

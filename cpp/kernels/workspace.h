@@ -24,6 +24,7 @@
 #include <cstdint>
 
 #include "cake/fused_moe.h"
+#include "common/tile.h"
 
 namespace cake {
 
@@ -85,9 +86,23 @@ struct Workspace {
   }
 };
 
-template <class T>
-T* region_pointer(void* workspace, const Region& region) {
-  return reinterpret_cast<T*>(static_cast<char*>(workspace) + region.offset);
-}
+// The regions of a workspace at `base`, typed; work_counter is null when the token count is not
+// pooled.
+struct WorkspacePointers {
+  float* situ_beta;
+  float* situ_linear_beta;
+  uint8_t* input_packed;
+  uint8_t* input_sf;
+  int32_t* expert_offsets;
+  int32_t* expert_pairs;
+  Tile* tiles;
+  int32_t* num_tiles;
+  uint8_t* fc1_packed;
+  uint8_t* fc1_sf;
+  uint16_t* fc2_rows;
+  int32_t* work_counter;
+
+  WorkspacePointers(void* base, const Workspace& layout);
+};
 
 }  // namespace cake

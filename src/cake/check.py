@@ -11,7 +11,7 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -68,8 +68,8 @@ class Call:
         self.output = torch.full_like(batch.tokens, float("nan"))
         api.cake_fused_moe_prepare_workspace(self.workspace, num_tokens)
 
-    def run(self) -> Tensor:
-        """Submit the call; returns the output tensor."""
+    def run(self, **options: Any) -> Tensor:
+        """Submit the call, with more options of `cutlass_fused_moe`; returns the output tensor."""
         return api.cutlass_fused_moe(
             self.batch.tokens,
             self.batch.topk_ids,
@@ -82,6 +82,7 @@ class Call:
             tp_size=support.TP_SIZE,
             workspace_buffer=self.workspace,
             output=self.output,
+            **options,
         )
 
     def region(self, name: str) -> Tensor:

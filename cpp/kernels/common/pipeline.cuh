@@ -18,9 +18,18 @@ struct RingPosition {
   }
 };
 
-// First work item of CTA `index` when `items` are cut into `ctas` equal contiguous ranges.
-__device__ __forceinline__ int32_t range_begin(int32_t index, int32_t items, int32_t ctas) {
-  return static_cast<int32_t>(static_cast<int64_t>(index) * items / ctas);
+struct Range {
+  int32_t begin, end;
+};
+
+// This CTA's part of `items` work items, cut into one contiguous range of nearly equal size per
+// CTA.
+__device__ __forceinline__ Range cta_range(int32_t items) {
+  const auto begin_of = [items](uint32_t cta) {
+    return static_cast<int32_t>(static_cast<int64_t>(cta) * items /
+                                static_cast<int32_t>(gridDim.x));
+  };
+  return {begin_of(blockIdx.x), begin_of(blockIdx.x + 1)};
 }
 
 }  // namespace cake

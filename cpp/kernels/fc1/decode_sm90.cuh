@@ -61,11 +61,6 @@ struct DecodeStorage {
 };
 static_assert(sizeof(DecodeStorage) <= 232448, "shared memory exceeds 227 KB");
 
-// The CTA's range of 32-row groups; group q belongs to tile q / kGroups.
-struct Range {
-  int32_t begin, end;
-};
-
 __device__ __forceinline__ void load_warp(const Params& params, DecodeStorage& shared,
                                           Range range) {
   const uint64_t policy = ptx::createpolicy_evict_first();
@@ -335,10 +330,8 @@ __global__ void __launch_bounds__(Decode::kThreads, 1)
   __syncthreads();
   ptx::griddepcontrol_wait();
   ptx::griddepcontrol_launch_dependents();
-  const int32_t items = *params.num_tiles * Decode::kGroups;
-  const auto ctas = static_cast<int32_t>(gridDim.x);
-  const auto cta = static_cast<int32_t>(blockIdx.x);
-  const Range range{range_begin(cta, items, ctas), range_begin(cta + 1, items, ctas)};
+  // Of 32-row groups; group q belongs to tile q / kGroups.
+  const Range range = cta_range(*params.num_tiles * Decode::kGroups);
   if (warp < Decode::kMmaWarps) {
     MmaWarp(params, shared, range, warp, lane).run();
   } else if (warp == Decode::kMmaWarps) {

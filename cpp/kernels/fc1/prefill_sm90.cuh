@@ -81,9 +81,8 @@ struct PrefillPipeline {
 };
 
 // Fills stage `warp` whenever it is its turn.
-template <class Items, class ItemOf>
 __device__ __forceinline__ void load_warp(const Params& params, PrefillStorage& shared,
-                                          const Items& items, const ItemOf& item_of,
+                                          const grouped_mma::DealtItems& items,
                                           uint32_t load_warp_index, int32_t lane) {
   using namespace grouped_mma;
   constexpr int kRowBytes = Prefill::kHidden * 2;
@@ -95,8 +94,7 @@ __device__ __forceinline__ void load_warp(const Params& params, PrefillStorage& 
   uint32_t parity = 0;
   for (TileCursor cursor(items); cursor.tile().count > 0; cursor.advance()) {
     const Tile& tile = cursor.tile();
-    const int64_t row_block =
-        int64_t{tile.expert} * Prefill::kRowBlocks + item_of(cursor.index()) % Prefill::kRowBlocks;
+    const int64_t row_block = int64_t{tile.expert} * Prefill::kRowBlocks + cursor.part();
     const uint8_t* const codes = params.w13 + row_block * kRows * (Prefill::kHidden / 2);
     const uint8_t* const scales = params.w13_sf + row_block * kRows * (Prefill::kHidden / 16);
     int32_t tokens[kTilePairs / 32];
@@ -222,15 +220,9 @@ __global__ void __launch_bounds__(Prefill::kThreads, 1)
   __syncthreads();
   ptx::griddepcontrol_wait();
   ptx::griddepcontrol_launch_dependents();
-  const int32_t num_items = *params.num_tiles * Prefill::kRowBlocks;
-  const auto item_of = [&](int32_t i) {
-    return static_cast<int32_t>(blockIdx.x) + i * static_cast<int32_t>(gridDim.x);
-  };
-  const auto items = [&](int32_t i) {
-    return item_of(i) < num_items ? params.tiles[item_of(i) / Prefill::kRowBlocks] : Tile{};
-  };
+  const DealtItems items{params.tiles, *params.num_tiles, Prefill::kRowBlocks};
   if (warp >= kMmaWarps) {
-    load_warp(params, shared, items, item_of, static_cast<uint32_t>(warp - kMmaWarps), lane);
+    load_warp(params, shared, items, static_cast<uint32_t>(warp - kMmaWarps), lane);
     return;
   }
   uint32_t uses = 0;
@@ -241,8 +233,7 @@ __global__ void __launch_bounds__(Prefill::kThreads, 1)
     float sums[kTilePairs / 2];
     multiply_tile<Prefill::kItemStages>(pipeline, tile.count, warp, lane, sums);
     uses += Prefill::kItemStages;
-    store_features(params, shared, tile, scales, item_of(cursor.index()) % Prefill::kRowBlocks,
-                   warp, lane, sums);
+    store_features(params, shared, tile, scales, cursor.part(), warp, lane, sums);
   }
 #endif
 }

@@ -57,11 +57,6 @@ struct DecodeStorage {
 };
 static_assert(sizeof(DecodeStorage) <= 232448, "shared memory exceeds 227 KB");
 
-// A CTA's range of items; item i is block i % num_blocks of tile i / num_blocks.
-struct Range {
-  int32_t begin, end;
-};
-
 // Walks the items of a range with a stride, without a division at each step.
 struct Cursor {
   int32_t tile, block, num_blocks;
@@ -234,10 +229,8 @@ __global__ void __launch_bounds__(Decode::kThreads, 1)
   }
   __syncthreads();
   ptx::griddepcontrol_launch_dependents();
-  const int32_t items = *params.num_tiles * params.num_blocks;
-  const auto ctas = static_cast<int32_t>(gridDim.x);
-  const auto cta = static_cast<int32_t>(blockIdx.x);
-  const Range range{range_begin(cta, items, ctas), range_begin(cta + 1, items, ctas)};
+  // Of items; item i is block i % num_blocks of tile i / num_blocks.
+  const Range range = cta_range(*params.num_tiles * params.num_blocks);
   if (warp < Decode::kMmaWarps) {
     ptx::griddepcontrol_wait();
     mma_warp(params, shared, range, warp, lane);

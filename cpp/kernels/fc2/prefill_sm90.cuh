@@ -116,11 +116,10 @@ __device__ __forceinline__ void unpack_block(const uint4 (&codes)[2], uint32_t s
 }
 
 // Thread n has pair n of every item's tile.
-template <class Items>
 __device__ __forceinline__ void unpack_warps(const Params& params, PrefillStorage& shared,
-                                             const Items& items, int32_t n) {
+                                             const grouped_mma::DealtItems& items, int32_t n) {
   using namespace grouped_mma;
-  TileCursor<Items> cursor(items);
+  TileCursor cursor(items);
   const auto lookup = [&](const Tile& tile) {
     return n < tile.count ? params.expert_pairs[tile.first + n] : -1;
   };
@@ -213,17 +212,10 @@ __global__ void __launch_bounds__(Prefill::kThreads, 1)
   }
   __syncthreads();
   ptx::griddepcontrol_launch_dependents();
-  // Item i of this CTA: row blocks first_block(i) .. of a tile; of count 0 beyond the last.
+  // An item is a group of row blocks of a tile.
   const int32_t groups = (params.num_blocks + Prefill::kItemBlocks - 1) / Prefill::kItemBlocks;
-  const int32_t num_items = *params.num_tiles * groups;
-  const auto item_of = [&](int32_t i) {
-    return static_cast<int32_t>(blockIdx.x) + i * static_cast<int32_t>(gridDim.x);
-  };
-  const auto items = [&](int32_t i) {
-    return item_of(i) < num_items ? params.tiles[item_of(i) / groups] : Tile{};
-  };
-  const auto for_each_block = [&](int32_t i, const auto& body) {
-    const int32_t group = item_of(i) % groups;
+  const DealtItems items{params.tiles, *params.num_tiles, groups};
+  const auto for_each_block = [&](int32_t group, const auto& body) {
     const int32_t end = (group + 1) * params.num_blocks / groups;
     const int32_t begin = group * params.num_blocks / groups;
     for (int32_t block = begin; block < end; ++block) {
@@ -238,7 +230,7 @@ __global__ void __launch_bounds__(Prefill::kThreads, 1)
       const Tile tile = cursor.tile();
       const uint32_t parity = cursor.index() % 2;
       const float alpha = params.fc2_alpha[tile.expert] * kDequantizedSquare;
-      for_each_block(cursor.index(), [&](int32_t block, bool first, bool last) {
+      for_each_block(cursor.part(), [&](int32_t block, bool first, bool last) {
         const PrefillPipeline pipeline{shared, weight_uses, parity, first, last, lane};
         float sums[kTilePairs / 2];
         multiply_tile<Prefill::kPairStages>(pipeline, tile.count, warp, lane, sums);
@@ -258,7 +250,7 @@ __global__ void __launch_bounds__(Prefill::kThreads, 1)
   uint32_t uses = 0;
   for (TileCursor cursor(items); cursor.tile().count > 0; cursor.advance()) {
     const int32_t expert = cursor.tile().expert;
-    for_each_block(cursor.index(), [&](int32_t block, bool, bool) {
+    for_each_block(cursor.part(), [&](int32_t block, bool, bool) {
       const int64_t index = int64_t{expert} * Prefill::kRowBlocks + params.first_block + block;
       const uint8_t* const codes = params.w2 + index * kRows * (Prefill::kIntermediate / 2);
       const uint8_t* const scales = params.w2_sf + index * kRows * (Prefill::kIntermediate / 16);

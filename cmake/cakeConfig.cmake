@@ -1,0 +1,7 @@
+include(CMakeFindDependencyMacro)
+find_dependency(Threads)
+file(STRINGS "${CMAKE_CURRENT_LIST_DIR}/cakeTargets.cmake" _cake_cuda REGEX "CUDA::")
+if(_cake_cuda)
+  find_dependency(CUDAToolkit)
+endif()
+include("${CMAKE_CURRENT_LIST_DIR}/cakeTargets.cmake")
