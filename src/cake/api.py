@@ -13,7 +13,7 @@ from cake.config import ActivationType
 
 WEIGHT_LAYOUT: Final = "trtllm_shuffled_nvfp4_group16"
 _UNSET: Final = object()
-_SCALE_NAMES: Final = tuple(f"quant_scales[{i}]" for i in range(6))
+_QUANT_SCALES: Final = 6
 
 
 def cutlass_fused_moe(
@@ -171,29 +171,24 @@ def cutlass_fused_moe(
             "enable_pdl: expected None or True (every stage uses programmatic dependent launch), "
             "got False"
         )
-    if not isinstance(quant_scales, (list, tuple)) or len(quant_scales) != len(_SCALE_NAMES):
+    if not isinstance(quant_scales, (list, tuple)) or len(quant_scales) != _QUANT_SCALES:
         got = len(quant_scales) if isinstance(quant_scales, (list, tuple)) else quant_scales
         raise ValueError(
             "quant_scales: expected a list of six tensors (qX, FC1 block scales, dX*dW13, qA, "
             f"FC2 block scales, dA*dW2), got {got!r}"
         )
-    options.check_tensor("input", input)
-    for name, value in (
-        ("token_selected_experts", token_selected_experts),
-        ("token_final_scales", token_final_scales),
-        ("fc1_expert_weights", fc1_expert_weights),
-        ("fc2_expert_weights", fc2_expert_weights),
-        *zip(_SCALE_NAMES, quant_scales, strict=True),
-    ):
-        options.check_tensor(name, value, input.device)
-    for name, optional in (
-        ("situ_beta", situ_beta),
-        ("situ_linear_beta", situ_linear_beta),
-        ("output", output),
-        ("workspace_buffer", workspace_buffer),
-    ):
-        if optional is not None:
-            options.check_tensor(name, optional, input.device)
+    tensors = (
+        input,
+        token_selected_experts,
+        token_final_scales,
+        fc1_expert_weights,
+        fc2_expert_weights,
+        *quant_scales,
+    )
+    optional = (situ_beta, situ_linear_beta, output, workspace_buffer)
+    # The operator checks the rest; what it would not see is a meta tensor among others.
+    if not options.are_plain_tensors(tensors, optional):
+        options.check_tensors(tensors, optional)
     if output is not None and output.requires_grad:
         raise ValueError("output: expected a tensor that requires no gradient, got one that does")
     if workspace_buffer is None:
@@ -206,18 +201,7 @@ def cutlass_fused_moe(
         workspace_buffer = input.new_empty(0, dtype=torch.uint8)  # T = 0 needs none
     if output is None:
         output = input.new_empty(input.shape, dtype=torch.bfloat16)
-    arguments = (
-        input,
-        token_selected_experts,
-        token_final_scales,
-        fc1_expert_weights,
-        fc2_expert_weights,
-        *quant_scales,
-        situ_beta,
-        situ_linear_beta,
-        output,
-        workspace_buffer,
-    )
+    arguments = (*tensors, situ_beta, situ_linear_beta, output, workspace_buffer)
     if torch.compiler.is_compiling():
         torch.ops.cake.fused_moe(*arguments)
         return output
@@ -225,6 +209,7 @@ def cutlass_fused_moe(
     try:
         torch.ops.cake.fused_moe(*arguments)
     except RuntimeError as error:
+        options.check_tensors(tensors, optional)
         raise errors.translate(error) from None
     # What autograd sees of an in-place write, which the operator itself cannot announce.
     torch.autograd.graph.increment_version((output, workspace_buffer))

@@ -106,3 +106,39 @@ def check_tensor(name: str, value: object, device: torch.device | None = None) -
         raise errors.UnsupportedError(
             f"{name}: expected a tensor on cpu or cuda, got one on {value.device}"
         )
+
+
+_TENSORS = (
+    "input",
+    "token_selected_experts",
+    "token_final_scales",
+    "fc1_expert_weights",
+    "fc2_expert_weights",
+    *(f"quant_scales[{i}]" for i in range(6)),
+)
+_OPTIONAL = ("situ_beta", "situ_linear_beta", "output", "workspace_buffer")
+
+
+def are_plain_tensors(tensors: tuple[Any, ...], optional: tuple[Any, ...]) -> bool:
+    """Whether all are tensors with memory, or None where that is allowed; quick, says no more."""
+    try:
+        return not any([t.is_meta for t in tensors]) and not any(
+            [t is not None and t.is_meta for t in optional]
+        )
+    except AttributeError:
+        return False
+
+
+def check_tensors(tensors: tuple[Any, ...], optional: tuple[Any, ...]) -> None:
+    """Raise for the first argument of `cutlass_fused_moe` that is no strided tensor beside `input`.
+
+    `tensors` are the five operands and the six scales; `optional` are situ_beta, situ_linear_beta,
+    output and workspace_buffer.
+    """
+    check_tensor("input", tensors[0])
+    device = tensors[0].device
+    for name, value in zip(_TENSORS[1:], tensors[1:], strict=True):
+        check_tensor(name, value, device)
+    for name, value in zip(_OPTIONAL, optional, strict=True):
+        if value is not None:
+            check_tensor(name, value, device)
