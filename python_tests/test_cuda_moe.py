@@ -14,7 +14,7 @@ from torch import Tensor
 import cake
 from cake.check import Batch, Call, Layer, check_case, make_batch
 from cake.testing import synthetic
-from cake.testing.numeric import bitwise_difference
+from cake.testing.numeric import bitwise_difference, check_outputs
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or not cake.is_supported("cuda")[0],
@@ -241,3 +241,33 @@ def test_mixed_devices_are_refused_by_name(cpu_layer: Layer, gpu_layer: Layer) -
     call.layer = Layer(cpu_layer.weights, call.layer.quant_scales)
     with pytest.raises(ValueError, match="fc1_expert_weights: expected a tensor on cuda"):
         call.run()
+
+
+@pytest.mark.parametrize("argument", ["output", "fc1_expert_weights"])
+def test_addresses_that_wide_accesses_cannot_use_are_refused(
+    gpu_layer: Layer, argument: str
+) -> None:
+    call = Call(gpu_layer, make_batch(4, "random", 17).to(GPU))
+    if argument == "output":
+        call.output = torch.zeros(4 * 3584 + 1, dtype=torch.bfloat16, device=GPU)[1:].view(4, 3584)
+    else:
+        w13 = gpu_layer.weights.w13
+        moved = torch.zeros(w13.numel() + 1, dtype=torch.uint8, device=GPU)[1:].view(w13.shape)
+        weights = {**gpu_layer.weights.tensors(), "w13": moved}
+        call.layer = Layer(type(gpu_layer.weights)(**weights), gpu_layer.quant_scales)
+    with pytest.raises(ValueError, match=rf"{argument}.*aligned to 16 bytes"):
+        call.run()
+    torch.cuda.synchronize()
+
+
+def test_most_tokens_and_one_expert(cpu_layer: Layer, gpu_layer: Layer) -> None:
+    """The largest call, in parts of the output columns; a few rows compared with the CPU path."""
+    kinds: tuple[synthetic.Routing, ...] = ("random", "one_expert")
+    for kind in kinds:
+        batch = make_batch(16384, kind, 18)
+        output = run(gpu_layer, batch.to(GPU)).cpu()
+        rows = torch.tensor([0, 1, 4095, 9999, 16383])
+        part = Batch(batch.tokens[rows], batch.topk_ids[rows], batch.topk_weights[rows])
+        check_outputs(output[rows], run(cpu_layer, part), context=kind)
+        assert output.isfinite().all()
+        assert output.any(dim=1).all()

@@ -21,8 +21,7 @@ Status check_shape(const Shape& s) {
   if (!is_supported(s)) {
     return invalid_argument(
         "shape: expected hidden a multiple of 128 and intermediate of 64 (both up to 65536), 1 to "
-        "65536 "
-        "experts and 1 to 1024 slots; got hidden=",
+        "65536 experts and 1 to 1024 slots; got hidden=",
         s.hidden, ", intermediate=", s.intermediate, ", num_experts=", s.num_experts,
         ", top_k=", s.top_k);
   }
@@ -80,6 +79,16 @@ Status check_operands(const Arguments& a) {
       {names::kSituLinearBeta, a.situ_linear_beta,
        a.situ_linear_beta != nullptr ? experts_bytes : 0},
   }};
+  if (a.device.type == DeviceType::kCuda) {  // wide loads, stores and bulk copies
+    for (const Span& span :
+         {Span{names::kOutput, a.output, 0}, Span{names::kW13, a.w13, 0}, Span{names::kW2, a.w2, 0},
+          Span{names::kW13Sf, a.w13_sf, 0}, Span{names::kW2Sf, a.w2_sf, 0}}) {
+      if (reinterpret_cast<uintptr_t>(span.data) % 16 != 0) {
+        return invalid_argument(span.name, ": expected an address aligned to 16 bytes, got ",
+                                span.data, "; call .clone()");
+      }
+    }
+  }
   return check_memory(reads, {{names::kOutput, a.output, 2 * a.num_tokens * h},
                               {names::kWorkspace, a.workspace, a.workspace_bytes}});
 }

@@ -1,5 +1,10 @@
 // The one way a kernel is launched: cudaLaunchKernelEx with programmatic dependent launch.
-// A kernel launched here calls ptx::griddepcontrol_wait() before it reads what others wrote.
+//
+// In every CTA of a kernel launched here at least one thread calls ptx::griddepcontrol_wait(), so
+// that the end of a grid means the end of all before it. Before its wait a kernel reads only what
+// the grid before its predecessor, or an earlier one, wrote; a predecessor that is read past in
+// this way (FC1) releases its dependents after its own wait. Such data must not be read by the
+// non-coherent path (__ldg).
 #pragma once
 
 #include <cuda_runtime.h>

@@ -15,7 +15,8 @@
 //   with
 //                                             the prefill kernels, before that, quantize -> fc1:
 //                                             the dequantized input as half, T * H * 2
-//   work_counter    4, pooled counts only     route -> fc2      (FC2 claims its work from it)
+//   work_counter    4, pooled counts only     route             (seeded; nothing claims from it
+//   yet)
 //
 // T tokens, P = T * top_k pairs; pair p is slot p % top_k of token p / top_k.
 #pragma once
@@ -39,7 +40,7 @@ constexpr bool is_supported(const Shape& s) {
          s.num_experts <= 65536 && s.top_k > 0 && s.top_k <= 1024;
 }
 
-// Whether FC2 claims its work from a counter for this token count (the pooled routes).
+// Token counts of the pooled FC2, whose workspace has a work counter.
 constexpr bool is_pooled(int32_t num_tokens) {
   return num_tokens >= 8 && num_tokens <= 1024 && (num_tokens & (num_tokens - 1)) == 0;
 }

@@ -63,7 +63,8 @@ def cutlass_fused_moe(
     Quantizes the tokens to NVFP4, routes them, and computes FC1, SiTU, requantization, FC2 and the
     weighted sum over the experts of each token. The mathematics is `docs/design.md`; its readable
     form `cake.testing.reference.fused_moe_reference`. Sizes: T tokens (0 to 16384), H = 3584,
-    I = 384, E = 896, k = 16. All tensors are on one device and contiguous unless said otherwise.
+    I = 384, E = 896, k = 16. All tensors are on one device and contiguous unless said
+    otherwise; on a GPU, `output` and the four weight tensors begin at a multiple of 16 bytes.
 
     Parameters
     ----------

@@ -17,6 +17,7 @@
 #include <cstdint>
 
 #include "common/dequantize.cuh"
+#include "common/pipeline.cuh"
 #include "common/tile.h"
 #include "ptx/cp_async.cuh"
 #include "ptx/mbarrier.cuh"
@@ -236,14 +237,6 @@ __device__ __forceinline__ void multiply_tile(const Pipeline& pipeline, int32_t 
     default:
       run.template operator()<160>();
       break;
-  }
-}
-
-// One arrival for a warp that has read what the barrier guards.
-__device__ __forceinline__ void release(uint64_t& barrier, int32_t lane) {
-  __syncwarp();
-  if (lane == 0) {
-    ptx::mbarrier_arrive(ptx::shared_address(&barrier));
   }
 }
 

@@ -28,6 +28,13 @@ CAKE_HOST_DEVICE float mul(float a, float b) {
   return a * b;
 #endif
 }
+CAKE_HOST_DEVICE float add(float a, float b) {
+#ifdef __CUDA_ARCH__
+  return __fadd_rn(a, b);
+#else
+  return a + b;
+#endif
+}
 CAKE_HOST_DEVICE float div(float a, float b) {
 #ifdef __CUDA_ARCH__
   return __fdiv_rn(a, b);
@@ -79,14 +86,15 @@ CAKE_HOST_DEVICE uint16_t float_to_bf16(float value) {
 // ---- E2M1: sign, 2 exponent bits, 1 mantissa bit -----------------------------------------------
 
 // Round to nearest even, saturating at 6; the sign is kept, NaN gives +6 (code 7). No branches.
+// Adding 2^23 times the spacing of the code values near m (0.5, 1 or 2) leaves m / spacing, rounded
+// to nearest even, in the low bits of the sum; two codes more for every doubling of the spacing.
 CAKE_HOST_DEVICE uint32_t e2m1_encode(float value) {
   const uint32_t bits = float_bits(value);
-  const float m = bits_float(bits & 0x7FFFFFFFu);
-  // Midpoints between neighbouring magnitudes; a tie goes to the even code.
-  const uint32_t code = static_cast<uint32_t>(m > 0.25f) + static_cast<uint32_t>(m >= 0.75f) +
-                        static_cast<uint32_t>(m > 1.25f) + static_cast<uint32_t>(m >= 1.75f) +
-                        static_cast<uint32_t>(m > 2.5f) + static_cast<uint32_t>(m >= 3.5f) +
-                        static_cast<uint32_t>(m > 5.0f);
+  const float magnitude = bits_float(bits & 0x7FFFFFFFu);
+  const float m = magnitude > 6.0f ? 6.0f : magnitude;
+  const uint32_t exponent = float_bits(m < 1.0f ? 1.0f : m) & 0x7F800000u;
+  const uint32_t sum = float_bits(rn::add(m, bits_float(exponent + (22u << 23))));
+  const uint32_t code = (sum + 2 * (exponent >> 23) + 2) & 7u;
   return is_nan(value) ? 7u : code | bits >> 31 << 3;
 }
 

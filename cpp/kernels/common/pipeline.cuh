@@ -1,7 +1,9 @@
-// Position in a ring of stages: index and phase parity.
+// Rings of stages, ranges of work.
 #pragma once
 
 #include <cstdint>
+
+#include "ptx/mbarrier.cuh"
 
 namespace cake {
 
@@ -30,6 +32,14 @@ __device__ __forceinline__ Range cta_range(int32_t items) {
                                 static_cast<int32_t>(gridDim.x));
   };
   return {begin_of(blockIdx.x), begin_of(blockIdx.x + 1)};
+}
+
+// One arrival for a warp that has read what the barrier guards.
+__device__ __forceinline__ void release(uint64_t& barrier, int32_t lane) {
+  __syncwarp();
+  if (lane == 0) {
+    ptx::mbarrier_arrive(ptx::shared_address(&barrier));
+  }
 }
 
 }  // namespace cake

@@ -132,10 +132,7 @@ class MmaWarp {
       ptx::mbarrier_wait(ptx::shared_address(&shared_.sums_empty[sums.stage]), sums.parity ^ 1);
       shared_.sums[sums.stage][warp_][0][lane_] = low;
       shared_.sums[sums.stage][warp_][1][lane_] = high;
-      __syncwarp();
-      if (lane_ == 0) {
-        ptx::mbarrier_arrive(ptx::shared_address(&shared_.sums_full[sums.stage]));
-      }
+      release(shared_.sums_full[sums.stage], lane_);
       sums.advance();
     }
   }
@@ -189,12 +186,9 @@ class MmaWarp {
       out.codes[0][i] = reinterpret_cast<const uint4*>(row)[i];
       out.codes[1][i] = reinterpret_cast<const uint4*>(row + 8 * Decode::kRowBytes)[i];
     }
-    __syncwarp();
-    if (lane_ == 0) {
-      ptx::mbarrier_arrive(ptx::shared_address(&shared_.empty[ring_.stage]));
-      if (half == 1 && (group % 4 == 3 || q + 1 == range_.end)) {
-        ptx::mbarrier_arrive(ptx::shared_address(&shared_.scales_empty[scales_.stage]));
-      }
+    release(shared_.empty[ring_.stage], lane_);
+    if (half == 1 && (group % 4 == 3 || q + 1 == range_.end)) {
+      release(shared_.scales_empty[scales_.stage], lane_);
     }
     ring_.advance();
   }
@@ -264,10 +258,7 @@ __device__ __forceinline__ void epilogue_warp(const Params& params, DecodeStorag
         sums[half][2] += part.z, sums[half][3] += part.w;
       }
     }
-    __syncwarp();
-    if (lane == 0) {
-      ptx::mbarrier_arrive(ptx::shared_address(&shared.sums_empty[ring.stage]));
-    }
+    release(shared.sums_empty[ring.stage], lane);
     ring.advance();
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
@@ -310,8 +301,8 @@ __global__ void __launch_bounds__(Decode::kThreads, 1)
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ != 900
   __trap();  // the plan never picks this kernel elsewhere
 #else
-  extern __shared__ __align__(128) uint8_t storage[];
-  DecodeStorage& shared = *reinterpret_cast<DecodeStorage*>(storage);
+  extern __shared__ __align__(128) uint8_t fc1_decode_storage[];
+  DecodeStorage& shared = *reinterpret_cast<DecodeStorage*>(fc1_decode_storage);
   const int32_t warp = static_cast<int32_t>(threadIdx.x / 32);
   const int32_t lane = static_cast<int32_t>(threadIdx.x % 32);
   if (threadIdx.x == 0) {

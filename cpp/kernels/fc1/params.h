@@ -10,9 +10,9 @@ namespace cake::fc1 {
 struct Params {
   const uint8_t* __restrict__ w13;       // [E, 768, 1792] prepared codes
   const uint8_t* __restrict__ w13_sf;    // [E, 6, 56, 512] e4m3, 128x4 blocks
-  const uint8_t* __restrict__ input;     // [T, 1792] codes
-  const uint8_t* __restrict__ input_sf;  // [T, 224] e4m3, linear
-  const uint8_t* __restrict__ halves;    // half [T, 3584] for the prefill kernel
+  const uint8_t* __restrict__ input;     // [T, 1792] codes, for the decode kernel
+  const uint8_t* __restrict__ input_sf;  // [T, 224] e4m3, linear, for the decode kernel
+  const uint8_t* __restrict__ halves;    // half [T, 3584], for the prefill kernel
   const Tile* __restrict__ tiles;
   const int32_t* __restrict__ num_tiles;       // [1]
   const int32_t* __restrict__ expert_pairs;    // [P] pair ids

@@ -76,7 +76,7 @@ struct PrefillPipeline {
   __device__ __forceinline__ void wait_pairs(int32_t) const { ptx::fence_proxy_async(); }
   __device__ __forceinline__ void release_weights(int32_t) const {}
   __device__ __forceinline__ void release_pairs(int32_t k) const {
-    grouped_mma::release(shared.empty[Slot(uses + k).stage], lane);
+    release(shared.empty[Slot(uses + k).stage], lane);
   }
 };
 
@@ -206,8 +206,11 @@ __global__ void __launch_bounds__(Prefill::kThreads, 1)
   __trap();  // the plan never picks this kernel elsewhere
 #else
   using namespace grouped_mma;
-  extern __shared__ __align__(1024) uint8_t storage[];
-  PrefillStorage& shared = *reinterpret_cast<PrefillStorage*>(storage);
+  extern __shared__ __align__(1024) uint8_t fc1_prefill_storage[];
+  PrefillStorage& shared = *reinterpret_cast<PrefillStorage*>(fc1_prefill_storage);
+  if (ptx::shared_address(&shared) % 1024 != 0) {
+    __trap();  // the swizzle counts on it
+  }
   const auto warp = static_cast<int32_t>(threadIdx.x / 32);
   const auto lane = static_cast<int32_t>(threadIdx.x % 32);
   if (threadIdx.x == 0) {

@@ -98,8 +98,8 @@ __device__ __forceinline__ void load_warp(const Params& params, DecodeStorage& s
   }
 }
 
-// The tile's intermediate for this lane: columns 16t + 64c .. + 31 of pair `lane / 4`, c = 0, 1, 2:
-// 32 codes and two scales each.
+// The tile's intermediate for this lane: columns 128c + 32t .. + 31 of pair `lane / 4`, c = 0, 1,
+// 2: 32 codes and two scales each.
 __device__ __forceinline__ void load_pairs(const Params& params, const Tile& tile, int32_t lane,
                                            uint32_t (&pairs)[3][4][4]) {
   const int32_t column = lane / 4;
@@ -184,10 +184,7 @@ __device__ __forceinline__ void mma_warp(const Params& params, DecodeStorage& sh
         }
       }
     }
-    __syncwarp();
-    if (lane == 0) {
-      ptx::mbarrier_arrive(ptx::shared_address(&shared.empty[stage]));
-    }
+    release(shared.empty[stage], lane);
     stage += Decode::kMmaGroups;
     if (stage >= Decode::kStages) {
       stage -= Decode::kStages;
@@ -216,8 +213,8 @@ __global__ void __launch_bounds__(Decode::kThreads, 1)
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ != 900
   __trap();  // the plan never picks this kernel elsewhere
 #else
-  extern __shared__ __align__(128) uint8_t storage[];
-  DecodeStorage& shared = *reinterpret_cast<DecodeStorage*>(storage);
+  extern __shared__ __align__(128) uint8_t fc2_decode_storage[];
+  DecodeStorage& shared = *reinterpret_cast<DecodeStorage*>(fc2_decode_storage);
   const int32_t warp = static_cast<int32_t>(threadIdx.x / 32);
   const int32_t lane = static_cast<int32_t>(threadIdx.x % 32);
   if (threadIdx.x == 0) {

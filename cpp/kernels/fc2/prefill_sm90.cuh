@@ -45,6 +45,9 @@ struct Prefill {
   static constexpr int kOtherRegisters = 96;
 };
 static_assert(Prefill::kUnpackThreads == grouped_mma::kTilePairs, "an unpack thread has one pair");
+// A load warp sees every kLoadWarps-th stage; when it waits for one, the use before the last of
+// that stage has been released, so that a parity is never ambiguous.
+static_assert(Prefill::kLoadWarps < Prefill::kWeightStages, "parity would be ambiguous");
 static_assert(Prefill::kMmaRegisters + Prefill::kOtherRegisters <= 2 * 128, "too many registers");
 
 struct PrefillStorage {
@@ -85,11 +88,11 @@ struct PrefillPipeline {
     }
   }
   __device__ __forceinline__ void release_weights(int32_t k) const {
-    grouped_mma::release(shared.weights_empty[Slot(weight_uses + k).stage], lane);
+    release(shared.weights_empty[Slot(weight_uses + k).stage], lane);
   }
   __device__ __forceinline__ void release_pairs(int32_t k) const {
     if (last) {
-      grouped_mma::release(shared.pairs_empty[k], lane);
+      release(shared.pairs_empty[k], lane);
     }
   }
 };
@@ -195,8 +198,11 @@ __global__ void __launch_bounds__(Prefill::kThreads, 1)
   __trap();  // the plan never picks this kernel elsewhere
 #else
   using namespace grouped_mma;
-  extern __shared__ __align__(1024) uint8_t storage[];
-  PrefillStorage& shared = *reinterpret_cast<PrefillStorage*>(storage);
+  extern __shared__ __align__(1024) uint8_t fc2_prefill_storage[];
+  PrefillStorage& shared = *reinterpret_cast<PrefillStorage*>(fc2_prefill_storage);
+  if (ptx::shared_address(&shared) % 1024 != 0) {
+    __trap();  // the swizzle counts on it
+  }
   const auto warp = static_cast<int32_t>(threadIdx.x / 32);
   const auto lane = static_cast<int32_t>(threadIdx.x % 32);
   if (threadIdx.x == 0) {

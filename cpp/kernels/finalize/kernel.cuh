@@ -26,7 +26,7 @@ struct Params {
   int32_t output_stride;              // elements
 };
 
-// The slot's weight as bfloat16, widened; exact zero rows keep their slot out by `used`.
+// The slot's weight as bfloat16, widened.
 __device__ __forceinline__ float slot_weight(const Params& params, int32_t pair) {
   if (params.weights_are_float32) {
     return __bfloat162float(

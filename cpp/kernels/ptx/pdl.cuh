@@ -4,7 +4,7 @@
 
 namespace cake::ptx {
 
-// Blocks until every kernel that this grid depends on has finished and its writes are visible.
+// Blocks until the grid before this one has finished and its writes are visible.
 __device__ __forceinline__ void griddepcontrol_wait() {
   asm volatile("griddepcontrol.wait;" ::: "memory");
 }

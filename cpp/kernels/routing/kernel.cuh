@@ -38,7 +38,7 @@ struct Params {
   int32_t* __restrict__ expert_pairs;  // out [P] pair ids by expert, token, slot
   Tile* __restrict__ tiles;            // out, by expert
   int32_t* __restrict__ num_tiles;     // out [1]
-  int32_t* __restrict__ work_counter;  // out [1] or null: FC2 claims its work from it
+  int32_t* __restrict__ work_counter;  // out [1] or null: seeded with 0
 
   const uint16_t* __restrict__ input;     // bf16 [T, 16 * groups], input_stride elements a row
   const float* __restrict__ input_scale;  // [1]
@@ -201,14 +201,14 @@ __device__ __forceinline__ void quantize(const Params& params, int32_t first_blo
 }
 
 template <bool kAligned16>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 1)
     cake_route_quantize(const __grid_constant__ Params params) {
-  extern __shared__ __align__(16) uint8_t storage[];
+  extern __shared__ __align__(16) uint8_t routing_storage[];
   ptx::griddepcontrol_launch_dependents();
   ptx::griddepcontrol_wait();
   const auto cluster_size = static_cast<int32_t>(cooperative_groups::this_cluster().num_blocks());
   if (static_cast<int32_t>(blockIdx.x) < cluster_size) {
-    route(params, *reinterpret_cast<Storage*>(storage));
+    route(params, *reinterpret_cast<Storage*>(routing_storage));
   } else {
     quantize<kAligned16>(params, cluster_size);
   }
