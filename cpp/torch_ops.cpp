@@ -143,6 +143,13 @@ std::string workspace_table(int64_t num_tokens) {
   return cake::workspace_table(cake::kKimiK3, token_count(num_tokens));
 }
 
+std::string plan(int64_t num_tokens) {
+  if (num_tokens < 1) {
+    raise("ValueError", text("num_tokens: expected 1 to ", cake::kMaxTokens, ", got ", num_tokens));
+  }
+  return cake::plan_text(token_count(num_tokens));
+}
+
 void prepare_workspace(const Tensor& workspace, std::vector<int64_t> num_tokens) {
   check_workspace(workspace);
   const cake::Device device = device_of(workspace);
@@ -187,6 +194,8 @@ STABLE_TORCH_LIBRARY(cake, m) {
   m.def("workspace_size(int max_num_tokens) -> int");
   // JSON list of the workspace's regions: name, offset, bytes.
   m.def("workspace_table(int num_tokens) -> str");
+  // JSON object: how a GPU runs a call with so many tokens.
+  m.def("plan(int num_tokens) -> str");
   m.def("prepare_workspace(Tensor(a!) workspace, int[] num_tokens) -> ()");
   m.def("release_workspace(int address, int device_index) -> ()");
   // Fills `out` with 1000 * compute capability of the code that ran + index % 1000.
@@ -212,6 +221,7 @@ STABLE_TORCH_LIBRARY_IMPL(cake, CUDA, m) {
 STABLE_TORCH_LIBRARY_IMPL(cake, CompositeExplicitAutograd, m) {
   m.impl("workspace_size", TORCH_BOX(&workspace_size));
   m.impl("workspace_table", TORCH_BOX(&workspace_table));
+  m.impl("plan", TORCH_BOX(&plan));
   m.impl("release_workspace", TORCH_BOX(&release_workspace));
   m.impl("cuda_support", TORCH_BOX(&cuda_support));
   m.impl("build_info", TORCH_BOX(&build_info));

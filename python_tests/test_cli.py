@@ -13,7 +13,14 @@ from cake.cli import main
 def test_info_prints_build_devices_and_support(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["info", "--tokens", "64"]) == 0
     text = capsys.readouterr().out
-    for expected in (cake.__version__, torch.__version__, "cpu", "supported", "fc2_rows"):
+    for expected in (
+        cake.__version__,
+        torch.__version__,
+        "cpu",
+        "supported",
+        "fc2_rows",
+        "decode kernels",
+    ):
         assert expected in text
     assert f"{torch.ops.cake.workspace_size(64):,}" in text
 
@@ -28,6 +35,7 @@ def test_info_json_adds_up(capsys: pytest.CaptureFixture[str]) -> None:
         assert region["offset"] >= end
         end = region["offset"] + region["bytes"]
     assert end <= torch.ops.cake.workspace_size(8)
+    assert facts["plan"]["kernels"] == "decode"
 
 
 @pytest.mark.parametrize(

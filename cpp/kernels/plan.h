@@ -12,6 +12,10 @@ enum class Kernels : uint8_t {
   kPrefill,  // many: warpgroup MMA, tiles of up to 160 pairs
 };
 
+// What the kernels are built for; launch.cu compares.
+inline constexpr int32_t kDecodeTilePairs = 8;
+inline constexpr int32_t kPrefillTilePairs = 160;
+
 struct Plan {
   Kernels kernels;
   int32_t tile_pairs;  // most pairs of a tile

@@ -22,7 +22,10 @@ def add_command(commands: Subparsers) -> None:
     parser = commands.add_parser("info", help="version, build, devices and support")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
-        "--tokens", type=int, metavar="N", help="show the workspace of a call with N tokens"
+        "--tokens",
+        type=int,
+        metavar="N",
+        help="show the workspace of a call with N tokens, and its plan on a GPU",
     )
     parser.set_defaults(run=run)
 
@@ -89,6 +92,14 @@ def workspace_table(num_tokens: int) -> list[dict[str, Any]]:
     return table
 
 
+def gpu_plan(num_tokens: int) -> dict[str, Any] | None:
+    """Return how a GPU runs a call: kernels, pairs per tile, parts of FC2; None for no tokens."""
+    if num_tokens == 0:
+        return None
+    plan: dict[str, Any] = json.loads(torch.ops.cake.plan(num_tokens))
+    return plan
+
+
 def _print_info(facts: dict[str, Any]) -> None:
     build = facts["cake"]
     state = {True: " with local changes", False: "", None: ""}[build["dirty"]]
@@ -112,6 +123,12 @@ def _print_workspace(num_tokens: int, regions: list[dict[str, Any]]) -> None:
     for region in regions:
         print(f"{region['region']:<18}{region['offset']:>14,}{region['bytes']:>14,}")
     print(f"{'total':<18}{'':>14}{torch.ops.cake.workspace_size(num_tokens):>14,}")
+    plan = gpu_plan(num_tokens)
+    if plan is not None:
+        print(
+            f"\nPlan on a GPU: {plan['kernels']} kernels, up to {plan['tile_pairs']} pairs a tile;\n"
+            f"FC2 and finalize in {plan['fc2_parts']} part(s) of {plan['fc2_columns_per_part']} columns"
+        )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -121,6 +138,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         if regions is not None:
             facts["workspace"] = {"tokens": arguments.tokens, "regions": regions}
+            facts["plan"] = gpu_plan(arguments.tokens)
         print(json.dumps(facts, indent=2))
         return 0
     _print_info(facts)

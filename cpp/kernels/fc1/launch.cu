@@ -5,6 +5,9 @@
 
 namespace cake {
 
+static_assert(fc1::Decode::kTilePairs == kDecodeTilePairs);
+static_assert(grouped_mma::kTilePairs == kPrefillTilePairs);
+
 Status load_fc1() {
   CAKE_RETURN_IF_ERROR(
       load_kernel("cake_fc1_decode_sm90", &fc1::cake_fc1_decode_sm90, sizeof(fc1::DecodeStorage)));

@@ -5,6 +5,9 @@
 
 namespace cake {
 
+static_assert(fc2::Decode::kTilePairs == kDecodeTilePairs);
+static_assert(grouped_mma::kTilePairs == kPrefillTilePairs);
+
 Status load_fc2() {
   CAKE_RETURN_IF_ERROR(
       load_kernel("cake_fc2_decode_sm90", &fc2::cake_fc2_decode_sm90, sizeof(fc2::DecodeStorage)));
