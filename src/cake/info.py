@@ -126,9 +126,10 @@ def _print_workspace(num_tokens: int, regions: list[dict[str, Any]]) -> None:
     plan = gpu_plan(num_tokens)
     if plan is not None:
         print(
-            f"\nPlan on a GPU: {plan['kernels']} kernels, up to {plan['tile_pairs']} pairs a tile;\n"
-            f"FC2 and finalize in {plan['fc2_parts']} part(s) of {plan['fc2_columns_per_part']} columns"
+            f"\nPlan on a GPU: {plan['kernels']} kernels, up to {plan['tile_pairs']} pairs a tile;"
         )
+        columns = plan["fc2_columns_per_part"]
+        print(f"FC2 and finalize in {plan['fc2_parts']} part(s) of {columns} columns")
 
 
 def run(arguments: argparse.Namespace) -> int:
