@@ -1,8 +1,8 @@
 // One call on a GPU: four kinds of launches in order, each depending on the one before by
 // programmatic dependent launch. Grids follow from the token count and the number of SMs alone.
 //
-//   route + quantize -> fc1 (SiTU, requantize) -> for each part of the output columns: fc2 ->
-//   finalize
+//   route + quantize -> fc1 (SiTU, requantize)
+//   -> for each part of the output columns: fc2 -> finalize
 #include <cuda_runtime.h>
 
 #include <algorithm>

@@ -2,7 +2,7 @@
 //
 //   region          bytes                     lifetime
 //   situ_beta       E * 4                     prepare -> forever (fixed prefix, any token count)
-//   situ_linear     E * 4                     prepare -> forever
+//   situ_linear_beta  E * 4                   prepare -> forever
 //   input_packed    T * H/2                   quantize -> fc1
 //   input_sf        T * H/16                  quantize -> fc1   (linear)
 //   expert_offsets  (E + 1) * 4               route -> fc1, fc2 (CPU)
@@ -11,12 +11,11 @@
 //   num_tiles       4                         route -> fc1, fc2 (CUDA)
 //   fc1_packed      P * I/2                   fc1 -> fc2        (row = pair)
 //   fc1_sf          P * I/16                  fc1 -> fc2        (linear)
-//   fc2_rows        min(P * H * 2, 128 MiB)   fc2 -> finalize   (some output columns at a time);
-//   with
-//                                             the prefill kernels, before that, quantize -> fc1:
-//                                             the dequantized input as half, T * H * 2
-//   work_counter    4, pooled counts only     route             (seeded; nothing claims from it
-//   yet)
+//   fc2_rows        min(P * H * 2, 128 MiB)   fc2 -> finalize   (some output columns at a time)
+//   work_counter    4, pooled counts only     route             (nothing claims from it yet)
+//
+// With the prefill kernels fc2_rows first holds the dequantized input as half, T * H * 2 bytes:
+// quantize -> fc1.
 //
 // T tokens, P = T * top_k pairs; pair p is slot p % top_k of token p / top_k.
 #pragma once

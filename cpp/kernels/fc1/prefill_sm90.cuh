@@ -4,12 +4,10 @@
 // ... so that the items of a tile run at the same time and read its tokens from L2. One CTA per SM,
 // 12 warps:
 //
-//   4 load warps   warp w fills stage w: weights, and the rows of the tile's tokens, which the
-//   quantizer
-//                  left dequantized as half
-//   8 MMA warps    multiply, then the epilogue: a warp holds up and gate of 8 features of every
-//   pair;
-//                  the two warps of a requantization group exchange their maxima
+//   4 load warps   warp w fills stage w: weights, and the rows of the tile's tokens, which
+//                  the quantizer left dequantized as half
+//   8 MMA warps    multiply, then the epilogue: a warp holds up and gate of 8 features of
+//                  every pair; the two warps of a group of 16 exchange their maxima
 //
 //   full[s] / empty[s]   load warp s <-> MMA warps   (32 / 8 arrivals)
 //

@@ -4,8 +4,7 @@
 // SM, 16 warps:
 //
 //   5 unpack warps   once per item: the pairs' intermediate, all 384 columns in three stages,
-//   dequantized
-//                    and stored as half; it stays while the item's row blocks pass
+//                    stored as half; it stays while the item's row blocks pass
 //   3 load warps     codes and scales of 128 rows x 128 columns per stage; they take turns
 //   8 MMA warps      multiply a row block, store its outputs, next row block
 //
