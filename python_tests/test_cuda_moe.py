@@ -135,17 +135,24 @@ def test_explicit_constants_need_no_byte_of_the_workspace(gpu_layer: Layer, toke
         assert_same_bits(output, expected)
 
 
-@pytest.mark.parametrize("tokens", [6, 300, 700])
-def test_many_repeats_under_side_load_give_the_same_bits(gpu_layer: Layer, tokens: int) -> None:
-    call = Call(gpu_layer, make_batch(tokens, "zipf", 11).to(GPU))
-    expected = call.run().clone()
+# "same" and "one_expert" read the weights from L2: copies into a stage of shared memory then follow
+# its release fastest, which once showed that a release had overtaken the reads before it.
+@pytest.mark.parametrize("tokens", [6, 40, 300, 700, 1025])
+@pytest.mark.parametrize("routing", ["zipf", "same", "one_expert"])
+def test_many_repeats_under_side_load_give_the_same_bits(
+    gpu_layer: Layer, tokens: int, routing: synthetic.Routing
+) -> None:
+    call = Call(gpu_layer, make_batch(tokens, routing, 11).to(GPU))
+    expected = call.run().clone().view(torch.int16)
+    different = torch.zeros((), dtype=torch.int64, device=GPU)
     load = torch.randn(2048, 2048, device=GPU)
     side = torch.cuda.Stream()
-    for _ in range(60):
+    for _ in range(400):
         with torch.cuda.stream(side):
             load @ load
         call.output.fill_(float("nan"))
-        assert_same_bits(call.run(), expected)
+        different += (call.run().view(torch.int16) != expected).sum()
+    assert int(different) == 0
 
 
 def test_submission_allocates_nothing_and_does_not_synchronize(gpu_layer: Layer) -> None:

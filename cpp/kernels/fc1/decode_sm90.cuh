@@ -119,16 +119,21 @@ class MmaWarp {
     HalfGroup second;
     load_tokens(range_.begin);
     load(range_.begin, 0, first);
+    release_stage(range_.begin, 0, first);
     for (int32_t q = range_.begin; q < range_.end; ++q) {
       if (q != range_.begin && q % Decode::kGroups == 0) {
         load_tokens(q);
       }
       load(q, 1, second);
       const float4 low = multiply(first);
+      release_stage(q, 1, second);
       if (q + 1 < range_.end) {
         load(q + 1, 0, first);
       }
       const float4 high = multiply(second);
+      if (q + 1 < range_.end) {
+        release_stage(q + 1, 0, first);
+      }
       ptx::mbarrier_wait(ptx::shared_address(&shared_.sums_empty[sums.stage]), sums.parity ^ 1);
       shared_.sums[sums.stage][warp_][0][lane_] = low;
       shared_.sums[sums.stage][warp_][1][lane_] = high;
@@ -162,7 +167,7 @@ class MmaWarp {
     }
   }
 
-  // Waits for 16 rows, brings this warp's share into registers and releases the stage.
+  // Waits for 16 rows and brings this warp's share into registers.
   __device__ __forceinline__ void load(int32_t q, int32_t half, HalfGroup& out) {
     const int32_t group = q % Decode::kGroups;
     if (half == 0 && (q == range_.begin || group % 4 == 0)) {
@@ -186,9 +191,15 @@ class MmaWarp {
       out.codes[0][i] = reinterpret_cast<const uint4*>(row)[i];
       out.codes[1][i] = reinterpret_cast<const uint4*>(row + 8 * Decode::kRowBytes)[i];
     }
-    release(shared_.empty[ring_.stage], lane_);
-    if (half == 1 && (group % 4 == 3 || q + 1 == range_.end)) {
-      release(shared_.scales_empty[scales_.stage], lane_);
+  }
+
+  // Gives back the stage, and after the last of its rows the scale buffer, that load() has read.
+  __device__ __forceinline__ void release_stage(int32_t q, int32_t half, const HalfGroup& loaded) {
+    release_loaded(shared_.empty[ring_.stage], lane_, loaded.codes[0][0].x, loaded.codes[0][1].x,
+                   loaded.codes[1][0].x, loaded.codes[1][1].x);
+    if (half == 1 && (q % Decode::kGroups % 4 == 3 || q + 1 == range_.end)) {
+      release_loaded(shared_.scales_empty[scales_.stage], lane_, loaded.scales[0],
+                     loaded.scales[1]);
     }
     ring_.advance();
   }
@@ -258,7 +269,8 @@ __device__ __forceinline__ void epilogue_warp(const Params& params, DecodeStorag
         sums[half][2] += part.z, sums[half][3] += part.w;
       }
     }
-    release(shared.sums_empty[ring.stage], lane);
+    release_loaded(shared.sums_empty[ring.stage], lane, __float_as_uint(sums[0][0]),
+                   __float_as_uint(sums[1][0]));
     ring.advance();
 #pragma unroll
     for (int j = 0; j < 2; ++j) {

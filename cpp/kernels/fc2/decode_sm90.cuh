@@ -184,7 +184,8 @@ __device__ __forceinline__ void mma_warp(const Params& params, DecodeStorage& sh
         }
       }
     }
-    release(shared.empty[stage], lane);
+    release_loaded(shared.empty[stage], lane, __float_as_uint(sums[0][0]),
+                   __float_as_uint(sums[1][0]));
     stage += Decode::kMmaGroups;
     if (stage >= Decode::kStages) {
       stage -= Decode::kStages;
