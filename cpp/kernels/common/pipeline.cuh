@@ -34,22 +34,26 @@ __device__ __forceinline__ Range cta_range(int32_t items) {
   return {begin_of(blockIdx.x), begin_of(blockIdx.x + 1)};
 }
 
-// One arrival for a warp whose loads of what the barrier guards have returned, `words` being loaded
-// or computed from all of them. The arrival is made to depend on the values: nothing else keeps the
-// machine from performing it while loads of shared memory are in flight, and the next copy then
-// overwrites what they read.
-template <class... Words>
-__device__ __forceinline__ void release_loaded(uint64_t& barrier, int32_t lane, Words... words) {
+// One arrival, made by lane 0, that depends on a value: it cannot be performed before `word` exists.
+// Nothing else keeps the machine from performing an arrival while loads of shared memory before it
+// are in flight, and the next copy would then overwrite what they read.
+__device__ __forceinline__ void release_after(uint64_t& barrier, int32_t lane, uint32_t word) {
   uint32_t zero;  // ctaid.z is 0, which the compiler does not know
   asm volatile("mov.u32 %0, %%ctaid.z;" : "=r"(zero));
-  zero &= __reduce_or_sync(0xFFFFFFFFu, (words | ...));
   if (lane == 0) {
-    ptx::mbarrier_arrive(ptx::shared_address(&barrier) + zero);
+    ptx::mbarrier_arrive(ptx::shared_address(&barrier) + (word & zero));
   }
 }
 
-// One arrival for a warp that has written what the barrier guards, or whose reads of it are known to
-// have returned.
+// One arrival for a warp whose loads of what the barrier guards have returned; `words` are loaded
+// or computed from all of them.
+template <class... Words>
+__device__ __forceinline__ void release_loaded(uint64_t& barrier, int32_t lane, Words... words) {
+  release_after(barrier, lane, __reduce_or_sync(0xFFFFFFFFu, (words | ...)));
+}
+
+// One arrival for a warp that has written what the barrier guards, or whose reads of it are known
+// to have returned.
 __device__ __forceinline__ void release(uint64_t& barrier, int32_t lane) {
   __syncwarp();
   if (lane == 0) {

@@ -135,11 +135,12 @@ __device__ __forceinline__ void mma_warp(const Params& params, DecodeStorage& sh
   int32_t pair[2]{};  // ids of this lane's two pairs, columns 2t and 2t + 1
   float alpha = 0;    // undoes the dequantization factors as well
   int32_t current = -1;
-  int32_t stage = group;
-  uint32_t parity = 0;
+  uint32_t n = 0;  // items of this warp so far
   Cursor cursor(range.begin + group, params.num_blocks);
   for (int32_t item = range.begin + group; item < range.end;
-       item += Decode::kMmaGroups, cursor.advance(Decode::kMmaGroups)) {
+       item += Decode::kMmaGroups, cursor.advance(Decode::kMmaGroups), ++n) {
+    constexpr uint32_t kGroupStages = Decode::kStages / Decode::kMmaGroups;
+    const uint32_t stage = group + n % kGroupStages * Decode::kMmaGroups;
     if (cursor.tile != current) {
       current = cursor.tile;
       const Tile tile = params.tiles[current];
@@ -150,7 +151,7 @@ __device__ __forceinline__ void mma_warp(const Params& params, DecodeStorage& sh
       alpha = params.fc2_alpha[tile.expert] * kDequantizedSquare;
       load_pairs(params, tile, lane, pairs);
     }
-    ptx::mbarrier_wait(ptx::shared_address(&shared.full[stage]), parity);
+    ptx::mbarrier_wait(ptx::shared_address(&shared.full[stage]), n / kGroupStages % 2);
     const uint8_t* weights = shared.stages[stage].weights + (rows + g) * Decode::kRowBytes + t * 16;
     // Scale blocks of 512 bytes hold 4 columns: [row % 32][row / 32 % 4][column % 4].
     const uint8_t* scales =
@@ -184,13 +185,9 @@ __device__ __forceinline__ void mma_warp(const Params& params, DecodeStorage& sh
         }
       }
     }
-    release_loaded(shared.empty[stage], lane, __float_as_uint(sums[0][0]),
-                   __float_as_uint(sums[1][0]));
-    stage += Decode::kMmaGroups;
-    if (stage >= Decode::kStages) {
-      stage -= Decode::kStages;
-      parity ^= 1;
-    }
+    // The sums depend on the loads of the whole warp.
+    release_after(shared.empty[stage], lane,
+                  __float_as_uint(sums[0][0]) | __float_as_uint(sums[1][0]));
     // Prepared rows g, g + 8, g + 16, g + 24 are four consecutive outputs.
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
