@@ -9,12 +9,12 @@ namespace cake {
 
 enum class Kernels : uint8_t {
   kDecode,   // few pairs per expert: bound by the weight stream, tiles of 8 pairs
-  kPrefill,  // many: warpgroup MMA, tiles of up to 160 pairs
+  kPrefill,  // many: warpgroup MMA, tiles of up to 88 pairs
 };
 
 // What the kernels are built for; launch.cu compares.
 inline constexpr int32_t kDecodeTilePairs = 8;
-inline constexpr int32_t kPrefillTilePairs = 160;
+inline constexpr int32_t kPrefillTilePairs = 88;
 
 struct Plan {
   Kernels kernels;

@@ -1,17 +1,16 @@
-// The matrix product that FC1 and FC2 share for many pairs per expert, sm_90a: 128 prepared weight
-// rows x up to 160 pairs of one expert on warpgroup MMA. Two MMA warpgroups have 64 weight rows
-// each: codes from shared memory to registers, dequantized there, times the pairs' rows, which lie
-// in shared memory as half. A stage is 128 columns of both.
+// The matrix product that FC1 and FC2 share for many pairs per expert, sm_90a: prepared weight rows
+// x up to 88 pairs of one expert on warpgroup MMA. Four MMA warpgroups have 64 weight rows each:
+// codes from shared memory to registers, dequantized there, times the pairs' rows, which lie in
+// shared memory as half. Sixteen warps that dequantize keep the issue slots busy while some of them
+// wait for their wgmmas.
 //
-// Within 64 columns (a block), thread t of a quad owns columns 16t .. 16t + 15 (8 bytes, one scale)
-// of its weight rows, and takes them through the MMA's k positions 2t, 2t + 1, 2t + 8, 2t + 9 in
-// the order of dequantize8. The pairs' columns are put at the same positions, so the order cancels:
-// in 16-byte chunk 4v + i of a block lie, for t = 0 .. 3, elements i and i + 4 of columns 16t + 8v
-// .. 16t + 8v + 7.
+// K goes in units of 128 columns. Within a unit, thread t of a quad owns columns 32t .. 32t + 31 (16
+// bytes, two scales) of its weight rows; word v of these is taken through k steps 2v and 2v + 1, at
+// the positions 2t, 2t + 1, 2t + 8, 2t + 9 in the order of dequantize8. The pairs' columns are put
+// at the same positions, so the order cancels: in 16-byte chunk 4v + i of a unit lie, for t = 0 ..
+// 3, elements i and i + 4 of columns 32t + 8v .. 32t + 8v + 7.
 //
-// Row g of a warp's 16 MMA rows is prepared row 16 (g % 2) + g / 2 + 4 (warp % 2) of a 32-row
-// block, row g + 8 the one 8 below. In FC1 these are up and gate of feature 8 (warp % 2) + g; in
-// FC2 outputs 16 (warp % 2) + 2g and + 1.
+// Which prepared row a lane has is free, since A comes from registers: see mma_row.
 #pragma once
 
 #include <cstdint>
@@ -19,35 +18,37 @@
 #include "common/dequantize.cuh"
 #include "common/pipeline.cuh"
 #include "common/tile.h"
-#include "ptx/cp_async.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/wgmma.cuh"
 
 namespace cake::grouped_mma {
 
-inline constexpr int kTilePairs = 160;  // most pairs of a tile: 80 sums of a thread
-inline constexpr int kRows = 128;       // weight rows of an item
-inline constexpr int kMmaWarps = 8;
+inline constexpr int kTilePairs = 88;  // most pairs of a tile: 44 sums of a thread
+inline constexpr int kPairRegisters = (kTilePairs + 31) / 32;  // a warp's pair ids, 32 in each
+static_assert(kTilePairs == ptx::kWgmmaMostColumns);
+inline constexpr int kWarpgroups = 4;
+inline constexpr int kMmaWarps = 4 * kWarpgroups;
+inline constexpr int kWarpgroupRows = 64;
 
-inline constexpr int kBlockColumns = 64;  // one 128-byte row of halves
-inline constexpr int kStageColumns = 2 * kBlockColumns;
-inline constexpr int kScaleBlockBytes = 512;  // 128 rows x 4 scales
-inline constexpr int kPairBlockBytes = kTilePairs * kBlockColumns * 2;
+inline constexpr int kUnitColumns = 128;
+inline constexpr int kScaleBlockBytes = 512;               // 128 rows x 4 scales
+inline constexpr int kPairBlockBytes = kTilePairs * 128;  // 64 columns as half
 static_assert(kPairBlockBytes % 1024 == 0, "a block must keep the swizzle's alignment");
 
-struct WeightStage {
-  uint8_t codes[kRows * kStageColumns / 2];  // see weight_offset
-  uint8_t scales[2][kScaleBlockBytes];
-};
-struct PairStage {
-  uint8_t blocks[2][kPairBlockBytes];  // half, rows of 128 bytes, chunk c of row n at c ^ (n % 8)
+// One unit of the tile's pairs: half, rows of 128 bytes, chunk c of row n at c ^ (n % 8).
+struct PairUnit {
+  uint8_t blocks[2][kPairBlockBytes];
 };
 
-// Byte of a weight stage: 64 bytes a row (two blocks of 32); rows 16 apart swap their blocks, so
-// that the rows that a warp reads together lie in different banks.
-__device__ __forceinline__ int32_t weight_offset(int32_t row, int32_t block) {
-  return row * 64 + (block ^ (row >> 4 & 1)) * 32;
-}
+// Registers of a thread: 96 at launch (20 warps), then moved to the MMA warpgroups. Together they
+// must not exceed the launch's: the CTA would wait for ever.
+inline constexpr int kOtherWarps = 4;
+inline constexpr int kThreads = (kMmaWarps + kOtherWarps) * 32;
+inline constexpr int kMmaRegisters = 104;
+inline constexpr int kOtherRegisters = 64;
+static_assert(kMmaWarps * kMmaRegisters + kOtherWarps * kOtherRegisters <=
+                  (kMmaWarps + kOtherWarps) * 96,
+              "too many registers");
 
 // Stage and parity of the n-th use of a ring.
 template <int kStages>
@@ -57,29 +58,6 @@ struct Slot {
   __device__ __forceinline__ explicit Slot(uint32_t n)
       : stage(static_cast<int32_t>(n % kStages)), parity(n / kStages & 1) {}
 };
-
-// Copies 128 columns of 128 weight rows: `codes` points at row 0, `scales` at the first of two
-// scale blocks. A whole warp; the copies are announced by cp_async_mbarrier_arrive_noinc
-// afterwards.
-template <int kColumns>
-__device__ __forceinline__ void load_weights(WeightStage& stage, const uint8_t* codes,
-                                             const uint8_t* scales, int32_t lane) {
-  constexpr int kRowBytes = kColumns / 2;
-  const uint8_t* source = codes + lane / 4 * kRowBytes + lane % 4 * 16;
-  const uint32_t destination = ptx::shared_address(stage.codes);
-#pragma unroll
-  for (int i = 0; i < kRows / 8; ++i) {
-    const int32_t row = lane / 4 + 8 * i;
-    ptx::cp_async_16(destination + weight_offset(row, lane % 4 / 2) + lane % 2 * 16,
-                     source + i * 8 * kRowBytes);
-  }
-  const uint32_t scale_destination = ptx::shared_address(stage.scales[0]);
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const int32_t offset = (lane + 32 * i) * 16;
-    ptx::cp_async_16(scale_destination + offset, scales + offset);
-  }
-}
 
 // The items of all tiles, `per_tile` of each, dealt out to the CTAs in turn: the items of a tile
 // run at the same time and share its data in L2. The tile beyond the last item has count 0.
@@ -122,121 +100,73 @@ class TileCursor {
   Tile next_;
 };
 
-// Both halves hold scale `t` of the four in `word`.
-__device__ __forceinline__ __half2 broadcast_scale(uint32_t word, int32_t t) {
-  return as_half2(ptx::cvt_half2_e4m3x2(__byte_perm(word, 0, t * 0x11)));
-}
+// A lane's first MMA row within the 16 of its warp is prepared row 16a + r of the 32 rows that two
+// warps share, the second one is 8 below. These are up and gate of feature 2r + a in FC1, outputs
+// 4r + 2a and + 1 in FC2: 8 consecutive features, 16 consecutive outputs a warp. Lanes of a quarter
+// warp have neighbouring r, which puts their 16-byte reads of rows of 64 or 192 bytes into different
+// banks.
+struct LaneRow {
+  int32_t r, a;
 
-// A fragments of one 64-column block: four k steps.
-struct Fragments {
-  uint32_t step[4][4];
+  __device__ __forceinline__ LaneRow(int32_t warp, int32_t lane)
+      : r((lane >> 2 & 1) + 2 * (lane >> 4) + 4 * (warp & 1)), a(lane >> 3 & 1) {}
+
+  __device__ __forceinline__ int32_t row() const { return 16 * a + r; }
+  __device__ __forceinline__ int32_t feature() const { return 2 * r + a; }
 };
 
-__device__ __forceinline__ void load_fragments(const WeightStage& stage, int32_t block, int32_t row,
-                                               int32_t t, Fragments& out) {
-  uint32_t low[2][4];
-  uint32_t high[2][4];
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const int32_t n = row + 8 * r;
-    const uint2 codes =
-        *reinterpret_cast<const uint2*>(stage.codes + weight_offset(n, block) + t * 8);
-    const uint32_t word = *reinterpret_cast<const uint32_t*>(
-        stage.scales[0] + block * kScaleBlockBytes + n % 32 * 16 + n / 32 * 4);
-    const __half2 scale = broadcast_scale(word, t);
-    dequantize8(codes.x, scale, r == 0 ? low[0] : high[0]);
-    dequantize8(codes.y, scale, r == 0 ? low[1] : high[1]);
-  }
-#pragma unroll
-  for (int s = 0; s < 4; ++s) {
-    out.step[s][0] = low[s / 2][2 * (s % 2)];
-    out.step[s][1] = high[s / 2][2 * (s % 2)];
-    out.step[s][2] = low[s / 2][2 * (s % 2) + 1];
-    out.step[s][3] = high[s / 2][2 * (s % 2) + 1];
-  }
-}
+// Codes and scales of one unit of a lane's two rows.
+struct RawUnit {
+  uint4 codes[2];
+  uint32_t scales[2];  // two E4M3 bytes each
+};
 
-// The prepared row of this lane's first MMA row within the 128 of an item.
-__device__ __forceinline__ int32_t mma_row(int32_t warp, int32_t lane) {
-  const int32_t g = lane / 4;
-  return warp / 2 * 32 + warp % 2 * 4 + g % 2 * 16 + g / 2;
-}
+// A fragments of one unit: eight k steps. They stay untouched while wgmmas read them.
+struct Fragments {
+  uint32_t step[8][4];
+};
 
-// Multiplies kStages stages. Pipeline gives weights(k), pairs(k), waits and releases; a block's
-// fragments are made while the wgmmas of the block before run.
-template <int N, int kStages, class Pipeline>
-__device__ __forceinline__ void multiply(const Pipeline& pipeline, int32_t warp, int32_t lane,
-                                         float (&sums)[kTilePairs / 2]) {
-  const int32_t row = mma_row(warp, lane);
-  const int32_t t = lane % 4;
-  const auto multiply_block = [&](const Fragments& fragments, const uint8_t* block) {
-    const uint64_t b = ptx::wgmma_descriptor_swizzle128(ptx::shared_address(block));
+// Dequantizes a unit and starts its wgmmas, as one group. `pairs`: shared address of the PairUnit.
+template <int N>
+__device__ __forceinline__ void multiply_unit(const RawUnit& raw, uint32_t pairs,
+                                              Fragments& fragments,
+                                              float (&sums)[kTilePairs / 2]) {
+  const ScalePair low_scales = scale_pair(raw.scales[0]);
+  const ScalePair high_scales = scale_pair(raw.scales[1]);
+  const uint32_t low_words[4] = {raw.codes[0].x, raw.codes[0].y, raw.codes[0].z, raw.codes[0].w};
+  const uint32_t high_words[4] = {raw.codes[1].x, raw.codes[1].y, raw.codes[1].z, raw.codes[1].w};
+#pragma unroll
+  for (int v = 0; v < 4; ++v) {
+    uint32_t low[4];
+    uint32_t high[4];
+    dequantize8(low_words[v], v < 2 ? low_scales.first : low_scales.second, low);
+    dequantize8(high_words[v], v < 2 ? high_scales.first : high_scales.second, high);
+    const uint64_t descriptor =
+        ptx::wgmma_descriptor_swizzle128(pairs + v / 2 * kPairBlockBytes) + v % 2 * 4;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      uint32_t (&step)[4] = fragments.step[2 * v + i];
+      step[0] = low[2 * i];
+      step[1] = high[2 * i];
+      step[2] = low[2 * i + 1];
+      step[3] = high[2 * i + 1];
+    }
     ptx::wgmma_fence();
-#pragma unroll
-    for (int s = 0; s < 4; ++s) {
-      ptx::wgmma_m64k16<N>(sums, fragments.step[s], b + s * 2);  // 32 bytes a step
-    }
-    ptx::wgmma_commit_group();
-  };
-#pragma unroll
-  for (int i = 0; i < N / 2; ++i) {
-    sums[i] = 0.0f;
+    ptx::wgmma_m64k16<N>(sums, fragments.step[2 * v], descriptor);
+    ptx::wgmma_m64k16<N>(sums, fragments.step[2 * v + 1], descriptor + 2);  // 32 bytes on
   }
-  Fragments first;
-  Fragments second;
-  pipeline.wait_weights(0);
-  load_fragments(pipeline.weights(0), 0, row, t, first);
-  for (int32_t k = 0; k < kStages; ++k) {
-    pipeline.wait_pairs(k);
-    multiply_block(first, pipeline.pairs(k).blocks[0]);
-    load_fragments(pipeline.weights(k), 1, row, t, second);
-    pipeline.release_weights(k);
-    multiply_block(second, pipeline.pairs(k).blocks[1]);
-    ptx::wgmma_wait_group<0>();
-    pipeline.release_pairs(k);
-    if (k + 1 < kStages) {
-      pipeline.wait_weights(k + 1);
-      load_fragments(pipeline.weights(k + 1), 0, row, t, first);
-    }
-  }
+  ptx::wgmma_commit_group();
 }
 
-// multiply() with the smallest N that holds `count` pairs.
-template <int kStages, class Pipeline>
-__device__ __forceinline__ void multiply_tile(const Pipeline& pipeline, int32_t count, int32_t warp,
-                                              int32_t lane, float (&sums)[kTilePairs / 2]) {
-  const auto run = [&]<int N>() { multiply<N, kStages>(pipeline, warp, lane, sums); };
-  switch ((count + 15) / 16) {
-    case 1:
-      run.template operator()<16>();
-      break;
-    case 2:
-      run.template operator()<32>();
-      break;
-    case 3:
-      run.template operator()<48>();
-      break;
-    case 4:
-      run.template operator()<64>();
-      break;
-    case 5:
-      run.template operator()<80>();
-      break;
-    case 6:
-      run.template operator()<96>();
-      break;
-    case 7:
-      run.template operator()<112>();
-      break;
-    case 8:
-      run.template operator()<128>();
-      break;
-    case 9:
-      run.template operator()<144>();
-      break;
-    default:
-      run.template operator()<160>();
-      break;
+// Calls run.operator()<N>() with the smallest N that holds `count` pairs.
+template <int N = 8, class Run>
+__device__ __forceinline__ void with_columns(int32_t count, const Run& run) {
+  if constexpr (N == kTilePairs) {
+    run.template operator()<N>();
+  } else if (count <= N) {
+    run.template operator()<N>();
+  } else {
+    with_columns<N + 8>(count, run);
   }
 }
 

@@ -24,7 +24,7 @@ Status launch_fc1(const fc1::Params& params, const Plan& plan, void* stream) {
     where.shared_bytes = sizeof(fc1::DecodeStorage);
     return launch("cake_fc1_decode_sm90", where, &fc1::cake_fc1_decode_sm90, params);
   }
-  where.block = dim3(fc1::Prefill::kThreads);
+  where.block = dim3(grouped_mma::kThreads);
   where.shared_bytes = sizeof(fc1::PrefillStorage);
   return launch("cake_fc1_prefill_sm90", where, &fc1::cake_fc1_prefill_sm90, params);
 }

@@ -1,15 +1,19 @@
 // FC1 + SiTU + requantize for many pairs per expert, sm_90a, on common/grouped_mma_sm90.cuh.
 //
-// Item = (tile, 128 prepared rows): 64 features of up to 160 pairs; CTA c takes items c, c + grid,
+// Item = (tile, 256 prepared rows): 128 features of up to 88 pairs; CTA c takes items c, c + grid,
 // ... so that the items of a tile run at the same time and read its tokens from L2. One CTA per SM,
-// 12 warps:
+// 20 warps:
 //
-//   4 load warps   warp w fills stage w: weights, and the rows of the tile's tokens, which
+//   16 MMA warps   multiply, then the epilogue: a warp holds up and gate of 8 features of every
+//                  pair; two warps exchange the activations of a group of 16 in shared memory
+//   4 load warps   take turns at the stages: weights, and the rows of the tile's tokens, which
 //                  the quantizer left dequantized as half
-//   8 MMA warps    multiply, then the epilogue: a warp holds up and gate of 8 features of
-//                  every pair; the two warps of a group of 16 exchange their maxima
 //
-//   full[s] / empty[s]   load warp s <-> MMA warps   (32 / 8 arrivals)
+//   full[s] / empty[s]   a load warp <-> MMA warps   (32 / 16 arrivals)
+//   item_full[i]         load warp 0 -> MMA warps: what item i % 2 is   (1 arrival)
+//
+// An item's description needs no barrier to be given back: when the next but one is written, every
+// MMA warp has released a stage of the next one.
 //
 // Waits for routing before the first read, then releases the dependents.
 #pragma once
@@ -21,184 +25,266 @@
 #include "common/situ.cuh"
 #include "fc1/params.h"
 #include "ptx/barrier.cuh"
+#include "ptx/cp_async.cuh"
 #include "ptx/pdl.cuh"
+#include "ptx/setmaxnreg.cuh"
 
 namespace cake::fc1 {
 
 struct Prefill {
   static constexpr int kHidden = 3584;
   static constexpr int kIntermediate = 384;
-  static constexpr int kExpertRows = 2 * kIntermediate;
-  static constexpr int kRowBlocks = kExpertRows / grouped_mma::kRows;
-  static constexpr int kItemStages = kHidden / grouped_mma::kStageColumns;
-  static constexpr int kStages = 4;
-  static constexpr int kLoadWarps = kStages;
-  static constexpr int kThreads = (grouped_mma::kMmaWarps + kLoadWarps) * 32;
+  static constexpr int kRows = grouped_mma::kWarpgroups * grouped_mma::kWarpgroupRows;
+  static constexpr int kParts = 2 * kIntermediate / kRows;  // items of a tile
+  static constexpr int kUnits = kHidden / grouped_mma::kUnitColumns;
+  static constexpr int kStages = 5;
+  static constexpr int kUnitBytes = grouped_mma::kUnitColumns / 2;  // of a weight row
+  static constexpr int kScaleBytes = 2 * grouped_mma::kScaleBlockBytes;  // 128 rows of a unit
+  static constexpr int kChunkPairs = 32;  // pairs whose activations are exchanged at a time
+};
+// A load warp sees every fourth stage; when it waits for one, the use before the last of that stage
+// has been released, so that a parity is never ambiguous.
+static_assert(grouped_mma::kOtherWarps < Prefill::kStages, "parity would be ambiguous");
+
+// What the MMA warps need to know of an item.
+struct PrefillItem {
+  int32_t count;  // pairs; 0 after the last item
+  int32_t part;
+  float alpha;    // undoes the dequantization factors as well
+  float q_scale;  // encoding scale of the intermediate
+  float beta, linear_beta;
+  alignas(16) int32_t pair_ids[32 * grouped_mma::kPairRegisters];
 };
 
 struct PrefillStorage {
   struct Stage {
-    grouped_mma::PairStage pairs;
-    grouped_mma::WeightStage weights;
+    grouped_mma::PairUnit pairs;
+    uint8_t codes[Prefill::kRows][Prefill::kUnitBytes];
+    uint8_t scales[Prefill::kRows / 128][Prefill::kScaleBytes];  // see scale_chunk
   } stages[Prefill::kStages];
-  float amax[grouped_mma::kMmaWarps][grouped_mma::kTilePairs];
+  // Of two warps each: 16 features of a pair in a row, 16-byte chunk c at c ^ (pair / 2 % 4).
+  float activations[grouped_mma::kMmaWarps / 2][Prefill::kChunkPairs][16];
+  PrefillItem items[2];
   uint64_t full[Prefill::kStages];
   uint64_t empty[Prefill::kStages];
+  uint64_t item_full[2];
 };
 static_assert(sizeof(PrefillStorage::Stage) % 1024 == 0,
               "a stage must keep the swizzle's alignment");
 static_assert(sizeof(PrefillStorage) <= 232448, "shared memory exceeds 227 KB");
 
-// The stages of one item as the MMA warps see them; `uses` counts stages since the kernel began.
-struct PrefillPipeline {
-  PrefillStorage& shared;
-  uint32_t uses;
-  int32_t lane;
+// Where a 512-byte block of scales in shared memory has the 16 bytes of `row` (of 32): the eight
+// rows that a warp reads together come next to each other.
+__device__ __forceinline__ int32_t scale_chunk(int32_t row) {
+  return (row & 3) | (row >> 4 & 1) << 2 | (row >> 2 & 1) << 3 | (row >> 3 & 1) << 4;
+}
 
-  using Slot = grouped_mma::Slot<Prefill::kStages>;
-
-  __device__ __forceinline__ PrefillStorage::Stage& stage(int32_t k) const {
-    return shared.stages[Slot(uses + k).stage];
-  }
-  __device__ __forceinline__ const grouped_mma::WeightStage& weights(int32_t k) const {
-    return stage(k).weights;
-  }
-  __device__ __forceinline__ const grouped_mma::PairStage& pairs(int32_t k) const {
-    return stage(k).pairs;
-  }
-  __device__ __forceinline__ void wait_weights(int32_t k) const {
-    const Slot slot(uses + k);
-    ptx::mbarrier_wait(ptx::shared_address(&shared.full[slot.stage]), slot.parity);
-  }
-  // The pairs came with the weights, by the generic proxy; wgmma reads by the asynchronous one.
-  __device__ __forceinline__ void wait_pairs(int32_t) const { ptx::fence_proxy_async(); }
-  __device__ __forceinline__ void release_weights(int32_t) const {}
-  __device__ __forceinline__ void release_pairs(int32_t k) const {
-    release(shared.empty[Slot(uses + k).stage], lane);
-  }
-};
-
-// Fills stage `warp` whenever it is its turn.
-__device__ __forceinline__ void load_warp(const Params& params, PrefillStorage& shared,
-                                          const grouped_mma::DealtItems& items,
-                                          uint32_t load_warp_index, int32_t lane) {
-  using namespace grouped_mma;
-  constexpr int kRowBytes = Prefill::kHidden * 2;
-  PrefillStorage::Stage& stage = shared.stages[load_warp_index];
-  const uint32_t full = ptx::shared_address(&shared.full[load_warp_index]);
-  const uint32_t empty = ptx::shared_address(&shared.empty[load_warp_index]);
-  const int32_t chunk = lane % 8;
-  uint32_t uses = 0;
-  uint32_t parity = 0;
-  for (TileCursor cursor(items); cursor.tile().count > 0; cursor.advance()) {
-    const Tile& tile = cursor.tile();
-    const int64_t row_block = int64_t{tile.expert} * Prefill::kRowBlocks + cursor.part();
-    const uint8_t* const codes = params.w13 + row_block * kRows * (Prefill::kHidden / 2);
-    const uint8_t* const scales = params.w13_sf + row_block * kRows * (Prefill::kHidden / 16);
-    int32_t tokens[kTilePairs / 32];
+// Describes item `index` to the MMA warps. `pairs`: ids, 32 in a register.
+__device__ __forceinline__ void publish_item(
+    const Params& params, PrefillStorage& shared, int32_t index, const Tile& tile, int32_t part,
+    const int32_t (&pairs)[grouped_mma::kPairRegisters], int32_t lane) {
+  PrefillItem& item = shared.items[index % 2];
 #pragma unroll
-    for (int i = 0; i < kTilePairs / 32; ++i) {
+  for (int i = 0; i < grouped_mma::kPairRegisters; ++i) {
+    item.pair_ids[lane + 32 * i] = pairs[i];
+  }
+  if (lane == 0) {
+    item.count = tile.count;
+    item.part = part;
+    item.alpha = params.fc1_alpha[tile.expert] * kDequantizedSquare;
+    item.q_scale = params.fc2_input_scale[tile.expert];
+    item.beta = params.situ_beta[tile.expert];
+    item.linear_beta = params.situ_linear_beta[tile.expert];
+  }
+  release(shared.item_full[index % 2], lane);
+}
+
+// Fills every fourth stage. Lane l copies 16 bytes of row l / 4 + 8i of the weights and of row l /
+// 16 + 2i of the pairs.
+__device__ __forceinline__ void load_warp(const Params& params, PrefillStorage& shared,
+                                          const grouped_mma::DealtItems& items, uint32_t turn,
+                                          int32_t lane) {
+  using namespace grouped_mma;
+  constexpr int kRowBytes = Prefill::kHidden / 2;
+  constexpr int kTokenBytes = Prefill::kHidden * 2;
+  constexpr int kScaleRowBlockBytes = 128 * Prefill::kHidden / 16;
+  uint32_t uses = 0;
+  TileCursor cursor(items);
+  for (; cursor.tile().count > 0; cursor.advance()) {
+    const int32_t count = cursor.tile().count;
+    const int64_t part = int64_t{cursor.tile().expert} * Prefill::kParts + cursor.part();
+    const uint8_t* codes = params.w13 + part * Prefill::kRows * kRowBytes + lane / 4 * kRowBytes +
+                           lane % 4 * 16;
+    const uint8_t* scales =
+        params.w13_sf + part * (Prefill::kRows / 128) * kScaleRowBlockBytes + lane * 16;
+    int32_t pairs[kPairRegisters];
+#pragma unroll
+    for (int i = 0; i < kPairRegisters; ++i) {
       const int32_t n = lane + 32 * i;
-      tokens[i] = n < tile.count ? params.expert_pairs[tile.first + n] / 16 : 0;
+      pairs[i] = n < count ? params.expert_pairs[cursor.tile().first + n] : -1;
     }
-    for (int32_t k = 0; k < Prefill::kItemStages; ++k, ++uses) {
-      if (uses % Prefill::kStages != load_warp_index) {
+    if (turn == 0) {
+      publish_item(params, shared, cursor.index(), cursor.tile(), cursor.part(), pairs, lane);
+    }
+    for (int32_t k = 0; k < Prefill::kUnits; ++k, ++uses) {
+      if (uses % kOtherWarps != turn) {
         continue;
       }
-      ptx::mbarrier_wait(empty, parity ^ 1);
-      parity ^= 1;
-      load_weights<Prefill::kHidden>(stage.weights, codes + k * kStageColumns / 2,
-                                     scales + k * 2 * kScaleBlockBytes, lane);
+      const Slot<Prefill::kStages> slot(uses);
+      PrefillStorage::Stage& stage = shared.stages[slot.stage];
+      ptx::mbarrier_wait(ptx::shared_address(&shared.empty[slot.stage]), slot.parity ^ 1);
+      const uint32_t code_rows = ptx::shared_address(stage.codes) + lane * 16;
 #pragma unroll
-      for (int i = 0; i < kTilePairs / 4; ++i) {  // 4 rows of two blocks
-        if (4 * i < tile.count) {
-          const int32_t n = 4 * i + lane / 8;
-          const int64_t token = __shfl_sync(0xFFFFFFFFu, tokens[i / 8], n % 32);
-          const uint8_t* source =
-              params.halves + token * kRowBytes + k * kStageColumns * 2 + chunk * 16;
-          const int32_t offset = n * 128 + (chunk ^ (n % 8)) * 16;
-          if (n < tile.count) {
-            ptx::cp_async_16(ptx::shared_address(stage.pairs.blocks[0]) + offset, source);
-            ptx::cp_async_16(ptx::shared_address(stage.pairs.blocks[1]) + offset, source + 128);
+      for (int i = 0; i < Prefill::kRows / 8; ++i) {
+        ptx::cp_async_16(code_rows + i * 8 * Prefill::kUnitBytes,
+                         codes + k * Prefill::kUnitBytes + i * 8 * kRowBytes);
+      }
+      const uint32_t scale_rows = ptx::shared_address(stage.scales) + scale_chunk(lane) * 16;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {  // 4 columns of 128 rows each
+        ptx::cp_async_16(scale_rows + i * kScaleBlockBytes,
+                         scales + i / 2 * kScaleRowBlockBytes + k * Prefill::kScaleBytes +
+                             i % 2 * kScaleBlockBytes);
+      }
+      const uint32_t pair_rows =
+          ptx::shared_address(stage.pairs.blocks[lane / 8 % 2]);
+      const uint8_t* const halves = params.halves + k * (kUnitColumns * 2) + lane % 16 * 16;
+#pragma unroll
+      for (int i = 0; i < kPairRegisters; ++i) {
+        const int32_t end = min(32, count - 32 * i) + lane / 16;
+#pragma unroll 4
+        for (int32_t m = lane / 16; m < end; m += 2) {
+          const int64_t token = __shfl_sync(0xFFFFFFFFu, pairs[i], m) / 16;
+          if (32 * i + m < count) {
+            ptx::cp_async_16(pair_rows + (32 * i + m) * 128 + (lane % 8 ^ m % 8) * 16,
+                             halves + token * kTokenBytes);
           }
         }
       }
-      ptx::cp_async_mbarrier_arrive_noinc(full);
+      ptx::cp_async_mbarrier_arrive_noinc(ptx::shared_address(&shared.full[slot.stage]));
     }
+  }
+  if (turn == 0) {  // count 0: the end
+    const int32_t index = cursor.index();
+    if (lane == 0) {
+      shared.items[index % 2].count = 0;
+    }
+    release(shared.item_full[index % 2], lane);
   }
 }
 
-// What the epilogue needs of an expert; looked up before the multiplication.
-struct EpilogueScales {
-  float alpha;    // undoes the dequantization factors as well
-  float q_scale;  // encoding scale of the intermediate
-  SituConstants situ_constants;
-
-  __device__ __forceinline__ EpilogueScales(const Params& params, int32_t expert)
-      : alpha(params.fc1_alpha[expert] * kDequantizedSquare),
-        q_scale(params.fc2_input_scale[expert]),
-        situ_constants(params.situ_beta[expert], params.situ_linear_beta[expert]) {}
-};
-
-// Requantizes and stores the item's 64 features of the tile's pairs from the MMA sums.
-__device__ __forceinline__ void store_features(const Params& params, PrefillStorage& shared,
-                                               const Tile& tile, const EpilogueScales& scales,
-                                               int32_t row_block, int32_t warp, int32_t lane,
-                                               float (&sums)[grouped_mma::kTilePairs / 2]) {
+// Sums of the item's rows over all columns.
+template <int N>
+__device__ __forceinline__ void multiply_item(PrefillStorage& shared,
+                                              RingPosition<Prefill::kStages>& ring, int32_t warp,
+                                              int32_t lane,
+                                              float (&sums)[grouped_mma::kTilePairs / 2]) {
+  using namespace grouped_mma;
+  const int32_t row = LaneRow(warp, lane).row();
   const int32_t t = lane % 4;
-  const int32_t g = lane / 4;
+  const int32_t codes_offset = (warp / 2 * 32 + row) * Prefill::kUnitBytes + t * 16;
+  const int32_t scales_offset = warp / 8 * Prefill::kScaleBytes + t / 2 * kScaleBlockBytes +
+                                scale_chunk(row) * 16 + warp / 2 % 4 * 4 + t % 2 * 2;
 #pragma unroll
-  for (int j = 0; j < grouped_mma::kTilePairs / 8; ++j) {
-    if (8 * j < tile.count) {
-#pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        const float value = situ(scales.alpha * sums[4 * j + 2 + c], scales.alpha * sums[4 * j + c],
-                                 scales.situ_constants);
-        sums[4 * j + c] = value;  // the activation takes the place of its up sum
-        float amax = fabsf(value);
-#pragma unroll
-        for (int distance = 4; distance < 32; distance *= 2) {
-          amax = fmaxf(amax, __shfl_xor_sync(0xFFFFFFFFu, amax, distance));
-        }
-        if (g == 0) {
-          shared.amax[warp][8 * j + 2 * t + c] = amax;
-        }
-      }
-    }
+  for (int i = 0; i < N / 2; ++i) {
+    sums[i] = 0.0f;
   }
+  RawUnit raw;
+  const auto load = [&](const RingPosition<Prefill::kStages>& position) {
+    const PrefillStorage::Stage& stage = shared.stages[position.stage];
+    ptx::mbarrier_wait(ptx::shared_address(&shared.full[position.stage]), position.parity);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      raw.codes[r] = *reinterpret_cast<const uint4*>(stage.codes[0] + codes_offset +
+                                                     r * 8 * Prefill::kUnitBytes);
+      raw.scales[r] =
+          *reinterpret_cast<const uint16_t*>(stage.scales[0] + scales_offset + r * 256);
+    }
+  };
+  load(ring);
+  for (int32_t k = 0; k < Prefill::kUnits; ++k) {
+    const int32_t stage = ring.stage;
+    // The pairs came by the generic proxy; wgmma reads by the asynchronous one.
+    ptx::fence_proxy_async();
+    Fragments fragments;
+    multiply_unit<N>(raw, ptx::shared_address(&shared.stages[stage].pairs), fragments, sums);
+    ring.advance();
+    if (k + 1 < Prefill::kUnits) {
+      load(ring);
+    }
+    ptx::wgmma_wait_group<0>();
+    release(shared.empty[stage], lane);
+  }
+}
+
+// Requantizes (recipe Q') and stores the item's 128 features of the tile's pairs. After the
+// exchange, lane l of a warp has half a group (8 features) of pair 16 (warp % 2) + l % 16 of the
+// chunk, lane l ^ 16 the other half.
+__device__ __forceinline__ void store_features(const Params& params, PrefillStorage& shared,
+                                               const PrefillItem& item, int32_t warp, int32_t lane,
+                                               const float (&sums)[grouped_mma::kTilePairs / 2]) {
+  using namespace grouped_mma;
+  const int32_t t = lane % 4;
+  const int32_t feature = LaneRow(warp, lane).feature();
+  const int32_t group = item.part * (Prefill::kRows / 32) + warp / 2;
+  const int32_t count = item.count;
+  const float alpha = item.alpha;
+  const float q_scale = item.q_scale;
+  const SituConstants constants(item.beta, item.linear_beta);
+  const int32_t half = lane / 16;
   const int32_t partners = 1 + warp / 2;
-  ptx::bar_sync(partners, 64);
+  float (&activations)[Prefill::kChunkPairs][16] = shared.activations[warp / 2];
 #pragma unroll
-  for (int j = 0; j < grouped_mma::kTilePairs / 8; ++j) {
-    if (8 * j < tile.count) {
+  for (int chunk = 0; chunk < kPairRegisters; ++chunk) {
+    const int first = chunk * Prefill::kChunkPairs;
+    if (first < count) {
+      const int32_t n = warp % 2 * 16 + lane % 16;
 #pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        const int32_t column = 8 * j + 2 * t + c;
-        const float amax = fmaxf(shared.amax[warp][column], shared.amax[warp ^ 1][column]);
-        const GroupScale scale = group_scale(amax, scales.q_scale);
-        // Features 8 (warp % 2) + g: four bytes of the group's eight.
-        uint32_t codes = requantize(sums[4 * j + c], scale, scales.q_scale) << (4 * g);
+      for (int i = 0; i < Prefill::kChunkPairs / 8; ++i) {
+        const int j = first / 8 + i;
+        if (j < kTilePairs / 8 && 8 * j < count) {
 #pragma unroll
-        for (int distance = 4; distance < 32; distance *= 2) {
-          codes |= __shfl_xor_sync(0xFFFFFFFFu, codes, distance);
-        }
-        if (g == 0 && column < tile.count) {
-          const int64_t pair = params.expert_pairs[tile.first + column];
-          const int32_t group = row_block * 4 + warp / 2;
-          *reinterpret_cast<uint32_t*>(params.packed + pair * (Prefill::kIntermediate / 2) +
-                                       group * 8 + warp % 2 * 4) = codes;
-          if (warp % 2 == 0) {
-            params.sf[pair * (Prefill::kIntermediate / 16) + group] =
-                static_cast<uint8_t>(scale.sf);
+          for (int c = 0; c < 2; ++c) {
+            activations[8 * i + 2 * t + c][(feature / 4 ^ t) * 4 + feature % 4] =
+                situ(alpha * sums[4 * j + 2 + c], alpha * sums[4 * j + c], constants);
           }
         }
       }
+      ptx::bar_sync(partners, 64);
+      float values[8];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float4 four = *reinterpret_cast<const float4*>(
+            &activations[n][((2 * half + i) ^ (n / 2 % 4)) * 4]);
+        values[4 * i] = four.x, values[4 * i + 1] = four.y;
+        values[4 * i + 2] = four.z, values[4 * i + 3] = four.w;
+      }
+      ptx::bar_sync(partners, 64);  // they may be overwritten
+      float amax = fabsf(values[0]);
+#pragma unroll
+      for (int i = 1; i < 8; ++i) {
+        amax = fmaxf(amax, fabsf(values[i]));
+      }
+      amax = fmaxf(amax, __shfl_xor_sync(0xFFFFFFFFu, amax, 16));
+      const GroupScale scale = group_scale(amax, q_scale);
+      uint32_t codes = 0;
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        codes |= requantize(values[i], scale, q_scale) << (4 * i);
+      }
+      const int64_t pair = item.pair_ids[first + n];
+      if (pair >= 0) {
+        *reinterpret_cast<uint32_t*>(params.packed + pair * (Prefill::kIntermediate / 2) +
+                                     group * 8 + half * 4) = codes;
+        if (half == 0) {
+          params.sf[pair * (Prefill::kIntermediate / 16) + group] = static_cast<uint8_t>(scale.sf);
+        }
+      }
     }
   }
-  ptx::bar_sync(partners, 64);  // the maxima may be overwritten
 }
 
-__global__ void __launch_bounds__(Prefill::kThreads, 1)
+__global__ void __launch_bounds__(grouped_mma::kThreads, 1)
     cake_fc1_prefill_sm90(const __grid_constant__ Params params) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ != 900
   __trap();  // the plan never picks this kernel elsewhere
@@ -216,25 +302,31 @@ __global__ void __launch_bounds__(Prefill::kThreads, 1)
       ptx::mbarrier_init(ptx::shared_address(&shared.full[s]), 32);
       ptx::mbarrier_init(ptx::shared_address(&shared.empty[s]), kMmaWarps);
     }
+    for (int i = 0; i < 2; ++i) {
+      ptx::mbarrier_init(ptx::shared_address(&shared.item_full[i]), 1);
+    }
     ptx::fence_mbarrier_init();
   }
   __syncthreads();
   ptx::griddepcontrol_wait();
   ptx::griddepcontrol_launch_dependents();
-  const DealtItems items{params.tiles, *params.num_tiles, Prefill::kRowBlocks};
   if (warp >= kMmaWarps) {
+    ptx::setmaxnreg_dec<kOtherRegisters>();
+    const DealtItems items{params.tiles, *params.num_tiles, Prefill::kParts};
     load_warp(params, shared, items, static_cast<uint32_t>(warp - kMmaWarps), lane);
     return;
   }
-  uint32_t uses = 0;
-  for (TileCursor cursor(items); cursor.tile().count > 0; cursor.advance()) {
-    const Tile tile = cursor.tile();
-    const EpilogueScales scales(params, tile.expert);
-    const PrefillPipeline pipeline{shared, uses, lane};
+  ptx::setmaxnreg_inc<kMmaRegisters>();
+  RingPosition<Prefill::kStages> ring;
+  for (RingPosition<2> i;; i.advance()) {
+    ptx::mbarrier_wait(ptx::shared_address(&shared.item_full[i.stage]), i.parity);
+    const PrefillItem& item = shared.items[i.stage];
+    if (item.count == 0) {
+      break;
+    }
     float sums[kTilePairs / 2];
-    multiply_tile<Prefill::kItemStages>(pipeline, tile.count, warp, lane, sums);
-    uses += Prefill::kItemStages;
-    store_features(params, shared, tile, scales, cursor.part(), warp, lane, sums);
+    with_columns(item.count, [&]<int N>() { multiply_item<N>(shared, ring, warp, lane, sums); });
+    store_features(params, shared, item, warp, lane, sums);
   }
 #endif
 }

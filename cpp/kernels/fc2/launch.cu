@@ -24,7 +24,7 @@ Status launch_fc2(const fc2::Params& params, const Plan& plan, void* stream) {
     where.shared_bytes = sizeof(fc2::DecodeStorage);
     return launch("cake_fc2_decode_sm90", where, &fc2::cake_fc2_decode_sm90, params);
   }
-  where.block = dim3(fc2::Prefill::kThreads);
+  where.block = dim3(grouped_mma::kThreads);
   where.shared_bytes = sizeof(fc2::PrefillStorage);
   return launch("cake_fc2_prefill_sm90", where, &fc2::cake_fc2_prefill_sm90, params);
 }

@@ -30,30 +30,30 @@ __device__ __forceinline__ uint64_t wgmma_descriptor_swizzle128(uint32_t address
   return (address & 0x3FFFFu) >> 4 | kLeading << 16 | kStride << 32 | kSwizzle128 << 62;
 }
 
-// The operands of one asm statement: 8 (i + 1) sums of N = 16 (i + 1) columns, numbered from 0.
-#define CAKE_SUMS_0 "%0,%1,%2,%3,%4,%5,%6,%7"
-#define CAKE_SUMS_1 CAKE_SUMS_0 ",%8,%9,%10,%11,%12,%13,%14,%15"
-#define CAKE_SUMS_2 CAKE_SUMS_1 ",%16,%17,%18,%19,%20,%21,%22,%23"
-#define CAKE_SUMS_3 CAKE_SUMS_2 ",%24,%25,%26,%27,%28,%29,%30,%31"
-#define CAKE_SUMS_4 CAKE_SUMS_3 ",%32,%33,%34,%35,%36,%37,%38,%39"
-#define CAKE_SUMS_5 CAKE_SUMS_4 ",%40,%41,%42,%43,%44,%45,%46,%47"
-#define CAKE_SUMS_6 CAKE_SUMS_5 ",%48,%49,%50,%51,%52,%53,%54,%55"
-#define CAKE_SUMS_7 CAKE_SUMS_6 ",%56,%57,%58,%59,%60,%61,%62,%63"
-#define CAKE_SUMS_8 CAKE_SUMS_7 ",%64,%65,%66,%67,%68,%69,%70,%71"
-#define CAKE_SUMS_9 CAKE_SUMS_8 ",%72,%73,%74,%75,%76,%77,%78,%79"
-#define CAKE_ARGS(d, i)                                                                       \
-  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
-      "+f"(d[i + 6]), "+f"(d[i + 7])
+// The operands of one asm statement: 4 (i + 1) sums of N = 8 (i + 1) columns, numbered from 0.
+#define CAKE_SUMS_0 "%0,%1,%2,%3"
+#define CAKE_SUMS_1 CAKE_SUMS_0 ",%4,%5,%6,%7"
+#define CAKE_SUMS_2 CAKE_SUMS_1 ",%8,%9,%10,%11"
+#define CAKE_SUMS_3 CAKE_SUMS_2 ",%12,%13,%14,%15"
+#define CAKE_SUMS_4 CAKE_SUMS_3 ",%16,%17,%18,%19"
+#define CAKE_SUMS_5 CAKE_SUMS_4 ",%20,%21,%22,%23"
+#define CAKE_SUMS_6 CAKE_SUMS_5 ",%24,%25,%26,%27"
+#define CAKE_SUMS_7 CAKE_SUMS_6 ",%28,%29,%30,%31"
+#define CAKE_SUMS_8 CAKE_SUMS_7 ",%32,%33,%34,%35"
+#define CAKE_SUMS_9 CAKE_SUMS_8 ",%36,%37,%38,%39"
+#define CAKE_SUMS_10 CAKE_SUMS_9 ",%40,%41,%42,%43"
+#define CAKE_ARGS(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define CAKE_ARGS_0(d) CAKE_ARGS(d, 0)
-#define CAKE_ARGS_1(d) CAKE_ARGS_0(d), CAKE_ARGS(d, 8)
-#define CAKE_ARGS_2(d) CAKE_ARGS_1(d), CAKE_ARGS(d, 16)
-#define CAKE_ARGS_3(d) CAKE_ARGS_2(d), CAKE_ARGS(d, 24)
-#define CAKE_ARGS_4(d) CAKE_ARGS_3(d), CAKE_ARGS(d, 32)
-#define CAKE_ARGS_5(d) CAKE_ARGS_4(d), CAKE_ARGS(d, 40)
-#define CAKE_ARGS_6(d) CAKE_ARGS_5(d), CAKE_ARGS(d, 48)
-#define CAKE_ARGS_7(d) CAKE_ARGS_6(d), CAKE_ARGS(d, 56)
-#define CAKE_ARGS_8(d) CAKE_ARGS_7(d), CAKE_ARGS(d, 64)
-#define CAKE_ARGS_9(d) CAKE_ARGS_8(d), CAKE_ARGS(d, 72)
+#define CAKE_ARGS_1(d) CAKE_ARGS_0(d), CAKE_ARGS(d, 4)
+#define CAKE_ARGS_2(d) CAKE_ARGS_1(d), CAKE_ARGS(d, 8)
+#define CAKE_ARGS_3(d) CAKE_ARGS_2(d), CAKE_ARGS(d, 12)
+#define CAKE_ARGS_4(d) CAKE_ARGS_3(d), CAKE_ARGS(d, 16)
+#define CAKE_ARGS_5(d) CAKE_ARGS_4(d), CAKE_ARGS(d, 20)
+#define CAKE_ARGS_6(d) CAKE_ARGS_5(d), CAKE_ARGS(d, 24)
+#define CAKE_ARGS_7(d) CAKE_ARGS_6(d), CAKE_ARGS(d, 28)
+#define CAKE_ARGS_8(d) CAKE_ARGS_7(d), CAKE_ARGS(d, 32)
+#define CAKE_ARGS_9(d) CAKE_ARGS_8(d), CAKE_ARGS(d, 36)
+#define CAKE_ARGS_10(d) CAKE_ARGS_9(d), CAKE_ARGS(d, 40)
 // `a` and `b`: the numbers of the operands after the sums.
 #define CAKE_WGMMA(columns, i, a, b)                                                \
   asm volatile(                                                                     \
@@ -63,33 +63,37 @@ __device__ __forceinline__ uint64_t wgmma_descriptor_swizzle128(uint32_t address
       : CAKE_ARGS_##i(d)                                                            \
       : "r"(fragment[0]), "r"(fragment[1]), "r"(fragment[2]), "r"(fragment[3]), "l"(descriptor))
 
+inline constexpr int kWgmmaMostColumns = 88;
+
 // d[64 x N] += a[64 x 16] b[16 x N], half operands, float32 sums. Of warp w of the warpgroup, with
 // g = lane / 4, t = lane % 4: fragment 0, 2 hold row 16w + g, 1, 3 row 16w + g + 8 (columns 2t..,
 // 2t + 8..); d[4j], d[4j + 1] row g, columns 8j + 2t and + 1; d[4j + 2], d[4j + 3] row g + 8.
 template <int N>
-__device__ __forceinline__ void wgmma_m64k16(float (&d)[80], const uint32_t (&fragment)[4],
-                                             uint64_t descriptor) {
-  static_assert(N % 16 == 0 && N >= 16 && N <= 160, "N must be a multiple of 16 up to 160");
-  if constexpr (N == 16) {
-    CAKE_WGMMA("16", 0, "%8,%9,%10,%11", "%12");
+__device__ __forceinline__ void wgmma_m64k16(float (&d)[kWgmmaMostColumns / 2],
+                                             const uint32_t (&fragment)[4], uint64_t descriptor) {
+  static_assert(N % 8 == 0 && N >= 8 && N <= kWgmmaMostColumns, "N: a multiple of 8 up to 88");
+  if constexpr (N == 8) {
+    CAKE_WGMMA("8", 0, "%4,%5,%6,%7", "%8");
+  } else if constexpr (N == 16) {
+    CAKE_WGMMA("16", 1, "%8,%9,%10,%11", "%12");
+  } else if constexpr (N == 24) {
+    CAKE_WGMMA("24", 2, "%12,%13,%14,%15", "%16");
   } else if constexpr (N == 32) {
-    CAKE_WGMMA("32", 1, "%16,%17,%18,%19", "%20");
+    CAKE_WGMMA("32", 3, "%16,%17,%18,%19", "%20");
+  } else if constexpr (N == 40) {
+    CAKE_WGMMA("40", 4, "%20,%21,%22,%23", "%24");
   } else if constexpr (N == 48) {
-    CAKE_WGMMA("48", 2, "%24,%25,%26,%27", "%28");
+    CAKE_WGMMA("48", 5, "%24,%25,%26,%27", "%28");
+  } else if constexpr (N == 56) {
+    CAKE_WGMMA("56", 6, "%28,%29,%30,%31", "%32");
   } else if constexpr (N == 64) {
-    CAKE_WGMMA("64", 3, "%32,%33,%34,%35", "%36");
+    CAKE_WGMMA("64", 7, "%32,%33,%34,%35", "%36");
+  } else if constexpr (N == 72) {
+    CAKE_WGMMA("72", 8, "%36,%37,%38,%39", "%40");
   } else if constexpr (N == 80) {
-    CAKE_WGMMA("80", 4, "%40,%41,%42,%43", "%44");
-  } else if constexpr (N == 96) {
-    CAKE_WGMMA("96", 5, "%48,%49,%50,%51", "%52");
-  } else if constexpr (N == 112) {
-    CAKE_WGMMA("112", 6, "%56,%57,%58,%59", "%60");
-  } else if constexpr (N == 128) {
-    CAKE_WGMMA("128", 7, "%64,%65,%66,%67", "%68");
-  } else if constexpr (N == 144) {
-    CAKE_WGMMA("144", 8, "%72,%73,%74,%75", "%76");
-  } else if constexpr (N == 160) {
-    CAKE_WGMMA("160", 9, "%80,%81,%82,%83", "%84");
+    CAKE_WGMMA("80", 9, "%40,%41,%42,%43", "%44");
+  } else if constexpr (N == 88) {
+    CAKE_WGMMA("88", 10, "%44,%45,%46,%47", "%48");
   }
 }
 

@@ -167,11 +167,11 @@ __device__ __forceinline__ void route(const Params& params, Storage& shared) {
   cluster.sync();  // no CTA leaves while another may still read its totals
 }
 
-// Dequantizes a group into its 64-column block of a row.
+// Dequantizes a group into its 128-column unit of a row.
 __device__ __forceinline__ void store_halves(uint32_t* row, int32_t group,
                                              const QuantizedGroup& quantized) {
   const __half2 scale = scale_pair(quantized.sf).first;
-  uint32_t* const words = row + group / 4 * 32 + group % 4;
+  uint32_t* const words = row + group / 8 * 64 + group % 2 * 32 + group % 8 / 2;
 #pragma unroll
   for (int v = 0; v < 2; ++v) {
     uint32_t pairs[4];
