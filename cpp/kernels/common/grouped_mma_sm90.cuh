@@ -141,8 +141,6 @@ __device__ __forceinline__ void multiply_unit(const RawUnit& raw, uint32_t pairs
     uint32_t high[4];
     dequantize8(low_words[v], v < 2 ? low_scales.first : low_scales.second, low);
     dequantize8(high_words[v], v < 2 ? high_scales.first : high_scales.second, high);
-    const uint64_t descriptor =
-        ptx::wgmma_descriptor_swizzle128(pairs + v / 2 * kPairBlockBytes) + v % 2 * 4;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       uint32_t (&step)[4] = fragments.step[2 * v + i];
@@ -151,9 +149,13 @@ __device__ __forceinline__ void multiply_unit(const RawUnit& raw, uint32_t pairs
       step[2] = low[2 * i + 1];
       step[3] = high[2 * i + 1];
     }
-    ptx::wgmma_fence();
-    ptx::wgmma_m64k16<N>(sums, fragments.step[2 * v], descriptor);
-    ptx::wgmma_m64k16<N>(sums, fragments.step[2 * v + 1], descriptor + 2);  // 32 bytes on
+  }
+  ptx::wgmma_fence();
+#pragma unroll
+  for (int s = 0; s < 8; ++s) {
+    const uint64_t descriptor =
+        ptx::wgmma_descriptor_swizzle128(pairs + s / 4 * kPairBlockBytes) + s % 4 * 2;
+    ptx::wgmma_m64k16<N>(sums, fragments.step[s], descriptor);
   }
   ptx::wgmma_commit_group();
 }

@@ -118,10 +118,12 @@ __device__ __forceinline__ void load_warp(const Params& params, PrefillStorage& 
     const uint8_t* scales =
         params.w13_sf + part * (Prefill::kRows / 128) * kScaleRowBlockBytes + lane * 16;
     int32_t pairs[kPairRegisters];
+    uint32_t token_rows[kPairRegisters];  // byte offsets; rows beyond the last repeat row 0 of `halves`
 #pragma unroll
     for (int i = 0; i < kPairRegisters; ++i) {
       const int32_t n = lane + 32 * i;
       pairs[i] = n < count ? params.expert_pairs[cursor.tile().first + n] : -1;
+      token_rows[i] = n < count ? static_cast<uint32_t>(pairs[i]) / 16 * kTokenBytes : 0;
     }
     if (turn == 0) {
       publish_item(params, shared, cursor.index(), cursor.tile(), cursor.part(), pairs, lane);
@@ -146,22 +148,25 @@ __device__ __forceinline__ void load_warp(const Params& params, PrefillStorage& 
                          scales + i / 2 * kScaleRowBlockBytes + k * Prefill::kScaleBytes +
                              i % 2 * kScaleBlockBytes);
       }
+      // Eight rows in four steps; lanes 0 .. 15 the even ones.
       const uint32_t pair_rows =
-          ptx::shared_address(stage.pairs.blocks[lane / 8 % 2]);
+          ptx::shared_address(stage.pairs.blocks[lane / 8 % 2]) + lane / 16 * 128;
       const uint8_t* const halves = params.halves + k * (kUnitColumns * 2) + lane % 16 * 16;
 #pragma unroll
-      for (int i = 0; i < kPairRegisters; ++i) {
-        const int32_t end = min(32, count - 32 * i) + lane / 16;
-#pragma unroll 4
-        for (int32_t m = lane / 16; m < end; m += 2) {
-          const int64_t token = __shfl_sync(0xFFFFFFFFu, pairs[i], m) / 16;
-          if (32 * i + m < count) {
-            ptx::cp_async_16(pair_rows + (32 * i + m) * 128 + (lane % 8 ^ m % 8) * 16,
-                             halves + token * kTokenBytes);
+      for (int i = 0; i < kTilePairs / 8; ++i) {
+        if (8 * i < count) {
+#pragma unroll
+          for (int m = 0; m < 4; ++m) {
+            const uint32_t row =
+                __shfl_sync(0xFFFFFFFFu, token_rows[i / 4], i % 4 * 8 + 2 * m + lane / 16);
+            ptx::cp_async_16(pair_rows + i * 1024 + m * 256 + (lane % 8 ^ (2 * m + lane / 16)) * 16,
+                             halves + row);
           }
         }
       }
-      ptx::cp_async_mbarrier_arrive_noinc(ptx::shared_address(&shared.full[slot.stage]));
+      ptx::cp_async_wait_all();
+      ptx::fence_proxy_async();  // wgmma reads by the asynchronous proxy
+      release(shared.full[slot.stage], lane);
     }
   }
   if (turn == 0) {  // count 0: the end
@@ -204,8 +209,6 @@ __device__ __forceinline__ void multiply_item(PrefillStorage& shared,
   load(ring);
   for (int32_t k = 0; k < Prefill::kUnits; ++k) {
     const int32_t stage = ring.stage;
-    // The pairs came by the generic proxy; wgmma reads by the asynchronous one.
-    ptx::fence_proxy_async();
     Fragments fragments;
     multiply_unit<N>(raw, ptx::shared_address(&shared.stages[stage].pairs), fragments, sums);
     ring.advance();
@@ -299,7 +302,7 @@ __global__ void __launch_bounds__(grouped_mma::kThreads, 1)
   const auto lane = static_cast<int32_t>(threadIdx.x % 32);
   if (threadIdx.x == 0) {
     for (int s = 0; s < Prefill::kStages; ++s) {
-      ptx::mbarrier_init(ptx::shared_address(&shared.full[s]), 32);
+      ptx::mbarrier_init(ptx::shared_address(&shared.full[s]), 1);
       ptx::mbarrier_init(ptx::shared_address(&shared.empty[s]), kMmaWarps);
     }
     for (int i = 0; i < 2; ++i) {

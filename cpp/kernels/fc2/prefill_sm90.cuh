@@ -6,11 +6,12 @@
 //   16 MMA warps     two pairs of warpgroups take the item's blocks in turn, each warpgroup half of
 //                    the rows: multiply, store the outputs
 //   3 unpack warps   once per item: the pairs' intermediate, all 384 columns in three units, stored
-//                    as half; it stays while the item's blocks pass
+//                    as half; it stays while the item's blocks pass. Five slots for units: two of
+//                    the next item are unpacked meanwhile
 //   1 load warp      codes and scales of a block per stage: two contiguous bulk copies
 //
 //   full / empty[s]           load warp <-> one pair of warpgroups   (1 arrival + bytes / 8)
-//   pairs_full / _empty[k]    unpack warps <-> MMA warps              (3 / 16 arrivals)
+//   pairs_full / _empty[u]    unpack warps <-> MMA warps              (3 / 16 arrivals)
 //
 // The number of stages is even: a stage always belongs to one pair of warpgroups, which therefore
 // sees every phase of its barriers. Weights and tile list do not depend on FC1 (which released this
@@ -38,34 +39,36 @@ struct Prefill {
   static constexpr int kExpertBlocks = kHidden / kBlockRows;
   static constexpr int kUnits = kIntermediate / grouped_mma::kUnitColumns;
   static constexpr int kStages = 4;
+  static constexpr int kSlots = 5;  // for units of pairs; unit k of item i is in (3 i + k) % 5
   static constexpr int kItemBlocks = 14;  // at most so many blocks of an item
   static constexpr int kUnpackWarps = 3;
   static constexpr int kWeightBytes = kBlockRows * kRowBytes;
   static constexpr int kScaleBytes = kBlockRows * kIntermediate / 16;
 };
 static_assert(Prefill::kStages % 2 == 0, "a stage must belong to one pair of warpgroups");
-static_assert(Prefill::kUnpackWarps * 32 >= grouped_mma::kTilePairs, "a thread has one pair");
 static_assert(Prefill::kUnpackWarps + 1 == grouped_mma::kOtherWarps);
 
 // What the MMA warps need to know of an item.
 struct PrefillItem {
-  int32_t count;  // pairs; 0 after the last item
-  int32_t part;
+  int32_t count;      // pairs; 0 after the last item
+  int32_t block;      // its first block of the launch's is the CTA's use `first_use` of a stage
+  int32_t first_use;
+  int32_t end_use;
   float alpha;  // undoes the dequantization factors as well
   alignas(16) int32_t pair_ids[32 * grouped_mma::kPairRegisters];
 };
 
 struct PrefillStorage {
-  grouped_mma::PairUnit pairs[Prefill::kUnits];
+  grouped_mma::PairUnit pairs[Prefill::kSlots];
   struct Stage {
     uint8_t codes[Prefill::kBlockRows][Prefill::kRowBytes];
     uint8_t scales[Prefill::kScaleBytes];  // 512 bytes hold 4 columns of 128 rows
   } stages[Prefill::kStages];
-  PrefillItem items[2];  // an item and the one after it
+  PrefillItem items[3];  // the item before last may still be stored when an item is described
   uint64_t full[Prefill::kStages];
   uint64_t empty[Prefill::kStages];
-  uint64_t pairs_full[Prefill::kUnits];
-  uint64_t pairs_empty[Prefill::kUnits];
+  uint64_t pairs_full[Prefill::kSlots];
+  uint64_t pairs_empty[Prefill::kSlots];
 };
 static_assert(sizeof(PrefillStorage) <= 232448, "shared memory exceeds 227 KB");
 
@@ -101,98 +104,143 @@ __device__ __forceinline__ void load_warp(const Params& params, PrefillStorage& 
   }
 }
 
-// Dequantizes a unit of a pair, 64 bytes of codes and eight scales, into row n.
-__device__ __forceinline__ void unpack_unit(const uint4 (&codes)[4], uint2 scales,
-                                            grouped_mma::PairUnit& unit, int32_t n) {
-  const ScalePair pairs[4] = {scale_pair(scales.x), scale_pair(scales.x >> 16),
-                              scale_pair(scales.y), scale_pair(scales.y >> 16)};
+// Codes of words v, v + 4, v + 8, v + 12 of a unit of one pair, and the unit's eight scales.
+struct PackedWords {
+  uint32_t codes[4];
+  uint2 scales;
+};
+
+// Dequantizes them into four chunks of row n.
+__device__ __forceinline__ void unpack_words(const PackedWords& in, int32_t v,
+                                             grouped_mma::PairUnit& unit, int32_t n) {
+  // The scales of v's half of columns 32t .. 32t + 31, t = 0 .. 3: every other byte.
+  const uint32_t selector = v < 2 ? 0x6420u : 0x7531u;
+  const uint32_t scales = __byte_perm(in.scales.x, in.scales.y, selector);
+  const ScalePair pairs[2] = {scale_pair(scales), scale_pair(scales >> 16)};
+  uint32_t halves[4][4];
 #pragma unroll
-  for (int v = 0; v < 4; ++v) {
-    uint32_t halves[4][4];
+  for (int t = 0; t < 4; ++t) {
+    dequantize8(in.codes[t], t % 2 == 0 ? pairs[t / 2].first : pairs[t / 2].second, halves[t]);
+  }
+  uint8_t* const row = unit.blocks[v / 2] + n * 128;
 #pragma unroll
-    for (int t = 0; t < 4; ++t) {
-      const uint32_t word = v == 0   ? codes[t].x
-                            : v == 1 ? codes[t].y
-                            : v == 2 ? codes[t].z
-                                     : codes[t].w;
-      dequantize8(word, v < 2 ? pairs[t].first : pairs[t].second, halves[t]);
-    }
-    uint8_t* const row = unit.blocks[v / 2] + n * 128;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      *reinterpret_cast<uint4*>(row + (v % 2 * 4 + i ^ n % 8) * 16) =
-          make_uint4(halves[0][i], halves[1][i], halves[2][i], halves[3][i]);
-    }
+  for (int i = 0; i < 4; ++i) {
+    *reinterpret_cast<uint4*>(row + ((v % 2 * 4 + i) ^ (n % 8)) * 16) =
+        make_uint4(halves[0][i], halves[1][i], halves[2][i], halves[3][i]);
   }
 }
 
-// Thread n has pair n of every item's tile. The item's description goes with its first unit.
+// Four threads share a pair: thread `thread` has words v = thread % 4 of pairs thread / 4 + 24 i.
+// The item's description goes with its first unit.
 __device__ __forceinline__ void unpack_warps(const Params& params, PrefillStorage& shared,
-                                             const grouped_mma::DealtItems& items, int32_t n) {
+                                             const grouped_mma::DealtItems& items,
+                                             int32_t thread) {
   using namespace grouped_mma;
-  TileCursor cursor(items);
-  const auto lookup = [&](const Tile& tile) {
-    return n < tile.count ? params.expert_pairs[tile.first + n] : -1;
-  };
-  int32_t pair = lookup(cursor.tile());
-  for (uint32_t parity = 0;; cursor.advance(), parity ^= 1) {
-    const Tile& tile = cursor.tile();
-    const int32_t next_pair = lookup(cursor.next());
-    for (int32_t k = 0; k < Prefill::kUnits; ++k) {
-      uint4 codes[4]{};
-      uint2 scales{};
-      if (pair >= 0) {
-        const auto* source = reinterpret_cast<const uint4*>(
-            params.input + int64_t{pair} * Prefill::kRowBytes + k * (kUnitColumns / 2));
+  constexpr int kStep = Prefill::kUnpackWarps * 32 / 4;
+  constexpr int kPasses = (kTilePairs + kStep - 1) / kStep;
+  const int32_t v = thread % 4;
+  const int32_t first = thread / 4;
+  const auto load = [&](int32_t pair, int32_t k) {
+    PackedWords words{};
+    if (pair >= 0) {
+      const auto* codes = reinterpret_cast<const uint32_t*>(
+          params.input + pair * Prefill::kRowBytes + k * (kUnitColumns / 2));
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          codes[i] = source[i];
-        }
-        scales = reinterpret_cast<const uint2*>(params.input_sf + int64_t{pair} *
-                                                (Prefill::kIntermediate / 16))[k];
+      for (int t = 0; t < 4; ++t) {
+        words.codes[t] = codes[4 * t + v];
       }
-      ptx::mbarrier_wait(ptx::shared_address(&shared.pairs_empty[k]), parity ^ 1);
-      if (k == 0) {  // the MMA warps are past the item before the last
-        PrefillItem& item = shared.items[parity];
-        item.pair_ids[n] = pair;
-        if (n == 0) {
+      words.scales = reinterpret_cast<const uint2*>(params.input_sf +
+                                                    pair * (Prefill::kIntermediate / 16))[k];
+    }
+    return words;
+  };
+  RingPosition<Prefill::kSlots> ring;
+  RingPosition<3> description;
+  int32_t uses = 0;
+  for (int32_t index = 0;; ++index, description.advance()) {
+    const Tile tile = items.tile(index);
+    PrefillItem& item = shared.items[description.stage];
+    int32_t pairs[kPasses];
+#pragma unroll
+    for (int i = 0; i < kPasses; ++i) {
+      const int32_t n = first + kStep * i;
+      pairs[i] = n < tile.count ? params.expert_pairs[tile.first + n] : -1;
+    }
+    const int32_t first_pair = pairs[0];
+#pragma unroll 1
+    for (int32_t k = 0; k < Prefill::kUnits; ++k) {
+      PackedWords next = load(first_pair, k);
+      ptx::mbarrier_wait(ptx::shared_address(&shared.pairs_empty[ring.stage]), ring.parity ^ 1);
+      if (k == 0) {
+#pragma unroll
+        for (int i = 0; i < kPasses; ++i) {
+          const int32_t n = first + kStep * i;
+          if (v == 0 && n < kTilePairs) {
+            item.pair_ids[n] = pairs[i];
+          }
+        }
+        if (thread == 0) {
+          const BlockRange blocks(params.num_blocks, items.per_tile, items.part(index));
           item.count = tile.count;
-          item.part = cursor.part();
+          item.block = blocks.begin;
+          item.first_use = uses;
+          uses += blocks.end - blocks.begin;
+          item.end_use = uses;
           item.alpha = tile.count > 0 ? params.fc2_alpha[tile.expert] * kDequantizedSquare : 0.0f;
         }
+        __syncwarp();  // the four threads of a pair read its id
       }
-      if (pair >= 0) {
-        unpack_unit(codes, scales, shared.pairs[k], n);
+#pragma unroll 1
+      for (int32_t n = first; n < tile.count; n += kStep) {
+        const PackedWords words = next;
+        next = load(n + kStep < tile.count ? item.pair_ids[n + kStep] : -1, k);
+        unpack_words(words, v, shared.pairs[ring.stage], n);
       }
       ptx::fence_proxy_async();
-      release(shared.pairs_full[k], n % 32);
+      release(shared.pairs_full[ring.stage], thread % 32);
+      ring.advance();
       if (tile.count == 0) {  // the description says so
         return;
       }
     }
-    pair = next_pair;
   }
 }
 
-// What an MMA warp keeps through the kernel.
+// What an MMA warp keeps through the kernel: little, since its registers are all in use.
 struct MmaWarp {
-  int32_t warp;
-  int32_t lane;
-  RingPosition<Prefill::kStages> ring;  // of the block that comes next, whoever takes it
+  int32_t use;     // of a stage, that comes next; every second one is of these warpgroups
+  uint32_t items;  // so far
+
+  __device__ __forceinline__ grouped_mma::Slot<Prefill::kStages> stage() const {
+    return grouped_mma::Slot<Prefill::kStages>(static_cast<uint32_t>(use));
+  }
+  // Read anew whenever they are needed.
+  __device__ __forceinline__ int32_t thread() const {
+    int32_t id;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(id));
+    return id;
+  }
+  __device__ __forceinline__ int32_t warp() const { return thread() / 32; }
+  __device__ __forceinline__ int32_t lane() const { return thread() % 32; }
+  // Of unit k of the item's pairs.
+  __device__ __forceinline__ grouped_mma::Slot<Prefill::kSlots> pairs(uint32_t k) const {
+    return grouped_mma::Slot<Prefill::kSlots>(items * Prefill::kUnits + k);
+  }
 };
 
-// Sums of 64 rows of a block. `first` and `last`: of this warpgroup's blocks of the item.
+// Sums of 64 rows of a block.
 template <int N>
 __device__ __forceinline__ void multiply_block(PrefillStorage& shared, const MmaWarp& self,
-                                               uint32_t item_parity, bool first, bool last,
+                                               const PrefillItem& item,
                                                float (&sums)[grouped_mma::kTilePairs / 2]) {
   using namespace grouped_mma;
-  const int32_t row = LaneRow(self.warp, self.lane).row();
-  const int32_t t = self.lane % 4;
-  const PrefillStorage::Stage& stage = shared.stages[self.ring.stage];
-  const uint8_t* codes = stage.codes[self.warp / 2 % 4 * 32 + row] + t * 16;
+  const int32_t row = LaneRow(self.warp(), self.lane()).row();
+  const int32_t t = self.lane() % 4;
+  const Slot<Prefill::kStages> stage_slot = self.stage();
+  const PrefillStorage::Stage& stage = shared.stages[stage_slot.stage];
+  const uint8_t* codes = stage.codes[self.warp() / 2 % 4 * 32 + row] + t * 16;
   const uint8_t* scales = stage.scales + t / 2 * kScaleBlockBytes + row * 16 +
-                          self.warp / 2 % 4 * 4 + t % 2 * 2;
+                          self.warp() / 2 % 4 * 4 + t % 2 * 2;
 #pragma unroll
   for (int i = 0; i < N / 2; ++i) {
     sums[i] = 0.0f;
@@ -207,34 +255,38 @@ __device__ __forceinline__ void multiply_block(PrefillStorage& shared, const Mma
           *reinterpret_cast<const uint16_t*>(scales + r * 128 + k * 2 * kScaleBlockBytes);
     }
   };
-  ptx::mbarrier_wait(ptx::shared_address(&shared.full[self.ring.stage]), self.ring.parity);
-#pragma unroll
+  ptx::mbarrier_wait(ptx::shared_address(&shared.full[stage_slot.stage]), stage_slot.parity);
+#pragma unroll 1
   for (int k = 0; k < Prefill::kUnits; ++k) {
-    if (first) {
-      ptx::mbarrier_wait(ptx::shared_address(&shared.pairs_full[k]), item_parity);
+    const Slot<Prefill::kSlots> pairs = self.pairs(k);
+    if (self.use - 2 < item.first_use) {  // the first of this item's
+      ptx::mbarrier_wait(ptx::shared_address(&shared.pairs_full[pairs.stage]), pairs.parity);
     }
     load(k);
     Fragments fragments;
-    multiply_unit<N>(raw, ptx::shared_address(&shared.pairs[k]), fragments, sums);
+    multiply_unit<N>(raw, ptx::shared_address(&shared.pairs[pairs.stage]), fragments, sums);
     if (k + 1 == Prefill::kUnits) {  // the loads are in the fragments
-      release_loaded(shared.empty[self.ring.stage], self.lane, fragments.step[7][2],
+      release_loaded(shared.empty[stage_slot.stage], self.lane(), fragments.step[7][2],
                      fragments.step[7][3]);
     }
     ptx::wgmma_wait_group<0>();
-    if (last) {
-      release(shared.pairs_empty[k], self.lane);
+    if (self.use + 2 >= item.end_use) {  // the last one
+      release(shared.pairs_empty[pairs.stage], self.lane());
     }
   }
 }
 
 // Stores 64 output columns of the tile's pairs: each lane two consecutive ones, a warp 16.
 __device__ __forceinline__ void store_outputs(const Params& params, const PrefillItem& item,
-                                              int32_t block, const MmaWarp& self,
+                                              const MmaWarp& self,
                                               const float (&sums)[grouped_mma::kTilePairs / 2]) {
-  const int32_t t = self.lane % 4;
-  const int32_t row_columns = params.num_blocks * Prefill::kBlockRows;
-  uint16_t* const rows = params.rows + block * Prefill::kBlockRows + self.warp / 2 % 4 * 32 +
-                         2 * grouped_mma::LaneRow(self.warp, self.lane).feature();
+  const int32_t t = self.lane() % 4;
+  const uint32_t row_bytes = params.num_blocks * Prefill::kBlockRows * 2;
+  // Byte offsets: the rows of a launch have at most kFc2RowsBytes.
+  const uint32_t column =
+      ((item.block + self.use - item.first_use) * Prefill::kBlockRows + self.warp() / 2 % 4 * 32 +
+       2 * grouped_mma::LaneRow(self.warp(), self.lane()).feature()) *
+      2;
   const int32_t count = item.count;
   const float alpha = item.alpha;
 #pragma unroll
@@ -245,7 +297,8 @@ __device__ __forceinline__ void store_outputs(const Params& params, const Prefil
       for (int c = 0; c < 2; ++c) {
         const int32_t pair = c == 0 ? ids.x : ids.y;
         if (pair >= 0) {
-          *reinterpret_cast<__nv_bfloat162*>(rows + int64_t{pair} * row_columns) =
+          *reinterpret_cast<__nv_bfloat162*>(reinterpret_cast<uint8_t*>(params.rows) +
+                                             (pair * row_bytes + column)) =
               __floats2bfloat162_rn(sums[4 * j + c] * alpha, sums[4 * j + 2 + c] * alpha);
         }
       }
@@ -254,35 +307,27 @@ __device__ __forceinline__ void store_outputs(const Params& params, const Prefil
 }
 
 __device__ __forceinline__ void mma_warp(const Params& params, PrefillStorage& shared,
-                                         int32_t parts, int32_t warp, int32_t lane) {
+                                         int32_t warp) {
   using namespace grouped_mma;
-  MmaWarp self{warp, lane, {}};
-  const int32_t turn = warp / 8;  // of the two pairs of warpgroups
-  for (uint32_t item_parity = 0;; item_parity ^= 1) {
-    ptx::mbarrier_wait(ptx::shared_address(&shared.pairs_full[0]), item_parity);
-    const PrefillItem& item = shared.items[item_parity];
+  MmaWarp self{warp / 8, 0};
+  for (;; ++self.items) {
+    const Slot<Prefill::kSlots> pairs = self.pairs(0);
+    ptx::mbarrier_wait(ptx::shared_address(&shared.pairs_full[pairs.stage]), pairs.parity);
+    const PrefillItem& item = shared.items[self.items % 3];
     if (item.count == 0) {
       break;
     }
-    const BlockRange blocks(params.num_blocks, parts, item.part);
-    bool first = true;
-    for (int32_t block = blocks.begin; block < blocks.end; ++block) {
-      if (self.ring.stage % 2 == turn) {
-        float sums[kTilePairs / 2];
-        const bool last = block + 2 >= blocks.end;
-        with_columns(item.count, [&]<int N>() {
-          multiply_block<N>(shared, self, item_parity, first, last, sums);
-        });
-        store_outputs(params, item, block, self, sums);
-        first = false;
+    if (self.use >= item.end_use) {  // these warpgroups have no block of the item
+      for (uint32_t k = 0; k < Prefill::kUnits; ++k) {
+        const Slot<Prefill::kSlots> unit = self.pairs(k);
+        ptx::mbarrier_wait(ptx::shared_address(&shared.pairs_full[unit.stage]), unit.parity);
+        release(shared.pairs_empty[unit.stage], self.lane());
       }
-      self.ring.advance();
     }
-    if (first) {  // this warpgroup had no block
-      for (int k = 0; k < Prefill::kUnits; ++k) {
-        ptx::mbarrier_wait(ptx::shared_address(&shared.pairs_full[k]), item_parity);
-        release(shared.pairs_empty[k], lane);
-      }
+    for (; self.use < item.end_use; self.use += 2) {
+      float sums[kTilePairs / 2];
+      with_columns(item.count, [&]<int N>() { multiply_block<N>(shared, self, item, sums); });
+      store_outputs(params, item, self, sums);
     }
   }
 }
@@ -305,9 +350,9 @@ __global__ void __launch_bounds__(grouped_mma::kThreads, 1)
       ptx::mbarrier_init(ptx::shared_address(&shared.full[s]), 1);
       ptx::mbarrier_init(ptx::shared_address(&shared.empty[s]), kMmaWarps / 2);
     }
-    for (int k = 0; k < Prefill::kUnits; ++k) {
-      ptx::mbarrier_init(ptx::shared_address(&shared.pairs_full[k]), Prefill::kUnpackWarps);
-      ptx::mbarrier_init(ptx::shared_address(&shared.pairs_empty[k]), kMmaWarps);
+    for (int u = 0; u < Prefill::kSlots; ++u) {
+      ptx::mbarrier_init(ptx::shared_address(&shared.pairs_full[u]), Prefill::kUnpackWarps);
+      ptx::mbarrier_init(ptx::shared_address(&shared.pairs_empty[u]), kMmaWarps);
     }
     ptx::fence_mbarrier_init();
   }
@@ -318,7 +363,7 @@ __global__ void __launch_bounds__(grouped_mma::kThreads, 1)
   if (warp < kMmaWarps) {
     ptx::setmaxnreg_inc<kMmaRegisters>();
     ptx::griddepcontrol_wait();
-    mma_warp(params, shared, parts, warp, lane);
+    mma_warp(params, shared, warp);
     return;
   }
   ptx::setmaxnreg_dec<kOtherRegisters>();

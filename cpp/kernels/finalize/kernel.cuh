@@ -1,5 +1,6 @@
 // Weighted sum of a token's expert rows: float32, slots in ascending order by fused multiply-add,
-// empty slots left out, BF16 result. One thread has 8 columns of one token.
+// empty slots left out, BF16 result. One thread has 8 columns of one token; the threads of all
+// tokens are numbered through, so that none idles at any number of columns.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -22,7 +23,8 @@ struct Params {
   int32_t num_experts;
   const uint16_t* __restrict__ rows;  // bf16 [P, row_columns]
   uint16_t* __restrict__ output;      // bf16 [T, output_stride]
-  int32_t columns;                    // of the rows and of the part of the output to write
+  int32_t num_tokens;
+  int32_t columns;                    // of the rows and of the part of the output; a multiple of 128
   int32_t output_stride;              // elements
 };
 
@@ -43,21 +45,33 @@ __device__ __forceinline__ bool slot_used(const Params& params, int32_t pair) {
 
 __global__ void __launch_bounds__(kThreads) cake_finalize(const __grid_constant__ Params params) {
   ptx::griddepcontrol_launch_dependents();
-  const auto token = static_cast<int32_t>(blockIdx.x);
-  const int32_t column =
-      (static_cast<int32_t>(blockIdx.y) * kThreads + static_cast<int32_t>(threadIdx.x)) * kColumns;
-  // Ids and weights are the caller's: ordered before routing, which ended before FC2 began.
+  const auto lane = static_cast<int32_t>(threadIdx.x % 32);
+  const int32_t token_threads = params.columns / kColumns;  // at least 16
+  const int32_t thread = static_cast<int32_t>(blockIdx.x * kThreads + threadIdx.x);
+  const int32_t token = thread / token_threads;
+  const int32_t column = thread % token_threads * kColumns;
+  // A warp has threads of two tokens at most: lanes 0 .. 15 look up the slots of the first, the
+  // others those of the second. Ids and weights are the caller's: ordered before routing, which
+  // ended before FC2 began.
+  const int32_t first_token = (thread - lane) / token_threads;
+  const int32_t looked_up = first_token + lane / kTopK;
+  float weight = 0.0f;
+  bool slot_is_used = false;
+  if (looked_up < params.num_tokens) {
+    weight = slot_weight(params, looked_up * kTopK + lane % kTopK);
+    slot_is_used = slot_used(params, looked_up * kTopK + lane % kTopK);
+  }
+  const int32_t own_lanes = (token - first_token) * kTopK;
+  const uint32_t used = __ballot_sync(0xFFFFFFFFu, slot_is_used) >> own_lanes;
   float weights[kTopK];
-  uint32_t used = 0;
 #pragma unroll
   for (int slot = 0; slot < kTopK; ++slot) {
-    weights[slot] = slot_weight(params, token * kTopK + slot);
-    used |= static_cast<uint32_t>(slot_used(params, token * kTopK + slot)) << slot;
-  }
-  if (column >= params.columns) {
-    return;
+    weights[slot] = __shfl_sync(0xFFFFFFFFu, weight, own_lanes + slot);
   }
   ptx::griddepcontrol_wait();
+  if (token >= params.num_tokens) {
+    return;
+  }
   const uint16_t* row = params.rows + int64_t{token} * kTopK * params.columns + column;
   uint4 values[kTopK];
 #pragma unroll

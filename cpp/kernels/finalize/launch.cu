@@ -17,10 +17,10 @@ Status launch_finalize(const FinalizeArguments& a) {
   params.output = static_cast<uint16_t*>(a.output);
   params.columns = a.columns;
   params.output_stride = kKimiK3.hidden;
-  constexpr int32_t kCtaColumns = finalize::kThreads * finalize::kColumns;
+  params.num_tokens = a.num_tokens;
+  const int64_t threads = int64_t{a.num_tokens} * (a.columns / finalize::kColumns);
   LaunchConfig where;
-  where.grid = dim3(static_cast<unsigned>(a.num_tokens),
-                    static_cast<unsigned>((a.columns + kCtaColumns - 1) / kCtaColumns));
+  where.grid = dim3(static_cast<unsigned>((threads + finalize::kThreads - 1) / finalize::kThreads));
   where.block = dim3(finalize::kThreads);
   where.stream = static_cast<cudaStream_t>(a.stream);
   return launch("cake_finalize", where, &finalize::cake_finalize, params);

@@ -12,6 +12,11 @@ __device__ __forceinline__ void cp_async_16(uint32_t destination, const void* so
                : "memory");
 }
 
+// Waits until all copies of this thread have landed.
+__device__ __forceinline__ void cp_async_wait_all() {
+  asm volatile("cp.async.wait_all;" ::: "memory");
+}
+
 // Arrives at `barrier` once all earlier copies of this thread have landed; counts as one of the
 // arrivals that the barrier was initialized with.
 __device__ __forceinline__ void cp_async_mbarrier_arrive_noinc(uint32_t barrier) {

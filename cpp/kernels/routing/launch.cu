@@ -5,8 +5,8 @@
 namespace cake {
 namespace {
 
-// Above this a cluster shares the routing: one CTA's warps would walk more than 16 steps each.
-constexpr int32_t kSingleCtaTokens = 1024;
+// Above this a cluster shares the routing: one CTA's warps would walk more than 2 steps each.
+constexpr int32_t kSingleCtaTokens = 128;
 
 }  // namespace
 
