@@ -145,6 +145,27 @@ Status check_constants(const Arguments& a) {
   return {};
 }
 
+// Calls run(chunk) for `a` in chunks of tokens, in order.
+template <class Run>
+Status for_each_chunk(const Arguments& a, const Run& run) {
+  const int32_t most = tokens_per_chunk(a.num_tokens);
+  for (int32_t first = 0; first < a.num_tokens; first += most) {
+    const auto advance = [first](const void* base, int64_t token_bytes) {
+      return static_cast<const uint8_t*>(base) + first * token_bytes;
+    };
+    Arguments chunk = a;
+    chunk.num_tokens = std::min(most, a.num_tokens - first);
+    chunk.input = advance(a.input, a.input_stride * 2);
+    chunk.topk_ids =
+        advance(a.topk_ids, a.shape.top_k * (a.topk_ids_type == IdType::kInt64 ? 8 : 4));
+    chunk.topk_weights = advance(
+        a.topk_weights, a.shape.top_k * (a.topk_weights_type == WeightType::kFloat32 ? 4 : 2));
+    chunk.output = static_cast<uint8_t*>(a.output) + first * (a.shape.hidden * int64_t{2});
+    CAKE_RETURN_IF_ERROR(run(chunk));
+  }
+  return {};
+}
+
 }  // namespace
 
 Status cuda_support(int32_t major, int32_t minor) {
@@ -212,11 +233,13 @@ Status run(const Arguments& arguments) {
     if (a.device.type == DeviceType::kCuda) {
       const device::CurrentDevice guard(a.device.index);
       CAKE_RETURN_IF_ERROR(guard.status());
-      return device::fused_moe(a);
+      return for_each_chunk(a, [](const Arguments& chunk) { return device::fused_moe(chunk); });
     }
     CAKE_RETURN_IF_ERROR(check_constants(a));
-    cpu::fused_moe(a);
-    return {};
+    return for_each_chunk(a, [](const Arguments& chunk) {
+      cpu::fused_moe(chunk);
+      return Status{};
+    });
   });
 }
 

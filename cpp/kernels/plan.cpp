@@ -7,10 +7,8 @@
 namespace cake {
 namespace {
 
-// Measured on an H200 (docs/performance.md), the decode kernels before step 2 made them faster: at
-// 512 tokens 950 us with the decode kernels, 1146 us with the prefill kernels; at 1024 tokens 1646
-// and 1276 us. In between the first grow by 1.36 us a token.
-constexpr int32_t kMostDecodeTokens = 640;
+// Measured on an H200 (docs/performance.md).
+constexpr int32_t kMostDecodeTokens = 352;
 
 }  // namespace
 
@@ -24,12 +22,13 @@ Plan make_plan(int32_t num_tokens, int32_t num_sms) {
 std::string plan_text(int32_t num_tokens) {
   const Plan plan = make_plan(num_tokens, 1);
   const int32_t blocks = kKimiK3.hidden / kFc2BlockRows;
-  const int32_t part = fc2_blocks_per_part(kKimiK3, num_tokens);
+  const int32_t chunk = tokens_per_chunk(num_tokens);
+  const int32_t part = fc2_blocks_per_part(kKimiK3, chunk);
   std::ostringstream json;
   json << R"({"kernels": ")" << (plan.kernels == Kernels::kDecode ? "decode" : "prefill")
-       << R"(", "tile_pairs": )" << plan.tile_pairs << R"(, "fc2_parts": )"
-       << (blocks + part - 1) / part << R"(, "fc2_columns_per_part": )" << part * kFc2BlockRows
-       << "}";
+       << R"(", "tile_pairs": )" << plan.tile_pairs << R"(, "tokens_per_chunk": )" << chunk
+       << R"(, "fc2_parts": )" << (blocks + part - 1) / part << R"(, "fc2_columns_per_part": )"
+       << part * kFc2BlockRows << "}";
   return std::move(json).str();
 }
 

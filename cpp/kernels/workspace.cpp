@@ -6,7 +6,7 @@
 namespace cake {
 
 Workspace::Workspace(const Shape& shape, int32_t num_tokens) {
-  const int64_t tokens = num_tokens;
+  const int64_t tokens = std::min(num_tokens, kChunkTokens);
   const int64_t pairs = tokens * shape.top_k;
   const auto place = [this](Region& region, const char* name, int64_t bytes) {
     region = {name, total_bytes, bytes};

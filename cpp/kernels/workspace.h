@@ -17,7 +17,8 @@
 // With the prefill kernels fc2_rows first holds the dequantized input as half, T * H * 2 bytes:
 // quantize -> fc1.
 //
-// T tokens, P = T * top_k pairs; pair p is slot p % top_k of token p / top_k.
+// T tokens, P = T * top_k pairs; pair p is slot p % top_k of token p / top_k. A call of many tokens
+// goes through the stages in chunks of T <= kChunkTokens, one after the other in the same regions.
 #pragma once
 
 #include <array>
@@ -31,6 +32,13 @@ namespace cake {
 inline constexpr int32_t kFc2BlockRows = 128;        // output columns of one block of FC2
 inline constexpr int64_t kFc2RowsBytes = 128 << 20;  // so much of FC2's result exists at a time
 inline constexpr int32_t kSmallestTilePairs = 8;
+inline constexpr int32_t kChunkTokens = 8192;
+
+// Tokens of a call's chunks: nearly equal, the last one may be smaller.
+constexpr int32_t tokens_per_chunk(int32_t num_tokens) {
+  const int32_t chunks = (num_tokens + kChunkTokens - 1) / kChunkTokens;
+  return chunks <= 1 ? num_tokens : (num_tokens + chunks - 1) / chunks;
+}
 
 // Whole 128x4 blocks of scales, and sizes whose products fit.
 constexpr bool is_supported(const Shape& s) {

@@ -21,19 +21,30 @@ TEST(Plan, ChangesKernelsOnceAsTokensGrow) {
 
 TEST(Plan, EveryRegionHoldsWhatItsKernelsWrite) {
   for (int32_t tokens = 1; tokens <= kMaxTokens; tokens += tokens < 3000 ? 1 : 97) {
-    const Workspace layout(kKimiK3, tokens);
-    const int64_t pairs = int64_t{tokens} * kKimiK3.top_k;
-    const int64_t part = fc2_blocks_per_part(kKimiK3, tokens);
+    const int32_t chunk = tokens_per_chunk(tokens);
+    ASSERT_LE(Workspace(kKimiK3, chunk).total_bytes, workspace_bytes(kKimiK3, tokens)) << tokens;
+    const Workspace layout(kKimiK3, chunk);
+    const int64_t pairs = int64_t{chunk} * kKimiK3.top_k;
+    const int64_t part = fc2_blocks_per_part(kKimiK3, chunk);
     ASSERT_LE(pairs * part * kFc2BlockRows * 2, layout.fc2_rows.bytes) << tokens;
-    if (make_plan(tokens, 132).kernels ==
-        Kernels::kPrefill) {  // the input as half lies there first
-      ASSERT_LE(int64_t{tokens} * kKimiK3.hidden * 2, layout.fc2_rows.bytes) << tokens;
+    if (make_plan(chunk, 132).kernels == Kernels::kPrefill) {  // the input as half lies there first
+      ASSERT_LE(int64_t{chunk} * kKimiK3.hidden * 2, layout.fc2_rows.bytes) << tokens;
     }
     // The most tiles: every expert has one pair more than a whole number of tiles.
-    const int64_t tile = make_plan(tokens, 132).tile_pairs;
+    const int64_t tile = make_plan(chunk, 132).tile_pairs;
     const int64_t experts = std::min<int64_t>(kKimiK3.num_experts, pairs);
     const int64_t most = experts + (pairs - experts) / tile;
     ASSERT_LE(most * 16, layout.tiles.bytes) << tokens;
+  }
+}
+
+TEST(Plan, ChunksCoverTheTokensAndAreNearlyEqual) {
+  for (int32_t tokens = 1; tokens <= kMaxTokens; ++tokens) {
+    const int32_t chunk = tokens_per_chunk(tokens);
+    ASSERT_LE(chunk, kChunkTokens) << tokens;
+    const int32_t chunks = (tokens + chunk - 1) / chunk;
+    ASSERT_EQ(chunks, (tokens + kChunkTokens - 1) / kChunkTokens) << tokens;
+    ASSERT_LT(int64_t{chunk} * chunks - tokens, chunks) << tokens;
   }
 }
 

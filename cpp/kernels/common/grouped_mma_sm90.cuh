@@ -4,11 +4,11 @@
 // shared memory as half. Sixteen warps that dequantize keep the issue slots busy while some of them
 // wait for their wgmmas.
 //
-// K goes in units of 128 columns. Within a unit, thread t of a quad owns columns 32t .. 32t + 31 (16
-// bytes, two scales) of its weight rows; word v of these is taken through k steps 2v and 2v + 1, at
-// the positions 2t, 2t + 1, 2t + 8, 2t + 9 in the order of dequantize8. The pairs' columns are put
-// at the same positions, so the order cancels: in 16-byte chunk 4v + i of a unit lie, for t = 0 ..
-// 3, elements i and i + 4 of columns 32t + 8v .. 32t + 8v + 7.
+// K goes in units of 128 columns. Within a unit, thread t of a quad owns columns 32t .. 32t + 31
+// (16 bytes, two scales) of its weight rows; word v of these is taken through k steps 2v and 2v +
+// 1, at the positions 2t, 2t + 1, 2t + 8, 2t + 9 in the order of dequantize8. The pairs' columns
+// are put at the same positions, so the order cancels: in 16-byte chunk 4v + i of a unit lie, for t
+// = 0 .. 3, elements i and i + 4 of columns 32t + 8v .. 32t + 8v + 7.
 //
 // Which prepared row a lane has is free, since A comes from registers: see mma_row.
 #pragma once
@@ -31,7 +31,7 @@ inline constexpr int kMmaWarps = 4 * kWarpgroups;
 inline constexpr int kWarpgroupRows = 64;
 
 inline constexpr int kUnitColumns = 128;
-inline constexpr int kScaleBlockBytes = 512;               // 128 rows x 4 scales
+inline constexpr int kScaleBlockBytes = 512;              // 128 rows x 4 scales
 inline constexpr int kPairBlockBytes = kTilePairs * 128;  // 64 columns as half
 static_assert(kPairBlockBytes % 1024 == 0, "a block must keep the swizzle's alignment");
 
@@ -103,8 +103,8 @@ class TileCursor {
 // A lane's first MMA row within the 16 of its warp is prepared row 16a + r of the 32 rows that two
 // warps share, the second one is 8 below. These are up and gate of feature 2r + a in FC1, outputs
 // 4r + 2a and + 1 in FC2: 8 consecutive features, 16 consecutive outputs a warp. Lanes of a quarter
-// warp have neighbouring r, which puts their 16-byte reads of rows of 64 or 192 bytes into different
-// banks.
+// warp have neighbouring r, which puts their 16-byte reads of rows of 64 or 192 bytes into
+// different banks.
 struct LaneRow {
   int32_t r, a;
 
@@ -129,8 +129,7 @@ struct Fragments {
 // Dequantizes a unit and starts its wgmmas, as one group. `pairs`: shared address of the PairUnit.
 template <int N>
 __device__ __forceinline__ void multiply_unit(const RawUnit& raw, uint32_t pairs,
-                                              Fragments& fragments,
-                                              float (&sums)[kTilePairs / 2]) {
+                                              Fragments& fragments, float (&sums)[kTilePairs / 2]) {
   const ScalePair low_scales = scale_pair(raw.scales[0]);
   const ScalePair high_scales = scale_pair(raw.scales[1]);
   const uint32_t low_words[4] = {raw.codes[0].x, raw.codes[0].y, raw.codes[0].z, raw.codes[0].w};

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "ptx/mbarrier.cuh"
+#include "ptx/special_register.cuh"
 
 namespace cake {
 
@@ -34,12 +35,11 @@ __device__ __forceinline__ Range cta_range(int32_t items) {
   return {begin_of(blockIdx.x), begin_of(blockIdx.x + 1)};
 }
 
-// One arrival, made by lane 0, that depends on a value: it cannot be performed before `word` exists.
-// Nothing else keeps the machine from performing an arrival while loads of shared memory before it
-// are in flight, and the next copy would then overwrite what they read.
+// One arrival, made by lane 0, that depends on a value: it cannot be performed before `word`
+// exists. Nothing else keeps the machine from performing an arrival while loads of shared memory
+// before it are in flight, and the next copy would then overwrite what they read.
 __device__ __forceinline__ void release_after(uint64_t& barrier, int32_t lane, uint32_t word) {
-  uint32_t zero;  // ctaid.z is 0, which the compiler does not know
-  asm volatile("mov.u32 %0, %%ctaid.z;" : "=r"(zero));
+  const uint32_t zero = ptx::ctaid_z();  // which the compiler does not know
   if (lane == 0) {
     ptx::mbarrier_arrive(ptx::shared_address(&barrier) + (word & zero));
   }

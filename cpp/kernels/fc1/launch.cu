@@ -2,6 +2,7 @@
 #include "fc1/launch.h"
 #include "fc1/prefill_sm90.cuh"
 #include "kernel_launch.h"
+#include "tensor_map.h"
 
 namespace cake {
 
@@ -26,7 +27,12 @@ Status launch_fc1(const fc1::Params& params, const Plan& plan, void* stream) {
   }
   where.block = dim3(grouped_mma::kThreads);
   where.shared_bytes = sizeof(fc1::PrefillStorage);
-  return launch("cake_fc1_prefill_sm90", where, &fc1::cake_fc1_prefill_sm90, params);
+  using fc1::Prefill;
+  CUtensorMap w13_map;
+  CAKE_RETURN_IF_ERROR(
+      make_byte_map(params.w13, 2ull * kKimiK3.num_experts * Prefill::kIntermediate,
+                    Prefill::kHidden / 2, Prefill::kRows, Prefill::kUnitBytes, &w13_map));
+  return launch("cake_fc1_prefill_sm90", where, &fc1::cake_fc1_prefill_sm90, params, w13_map);
 }
 
 }  // namespace cake

@@ -9,7 +9,7 @@
 //   4 load warps   take turns at the stages: weights, and the rows of the tile's tokens, which
 //                  the quantizer left dequantized as half
 //
-//   full[s] / empty[s]   a load warp <-> MMA warps   (32 / 16 arrivals)
+//   full[s] / empty[s]   a load warp <-> MMA warps   (2 + bytes / 16 arrivals)
 //   item_full[i]         load warp 0 -> MMA warps: what item i % 2 is   (1 arrival)
 //
 // An item's description needs no barrier to be given back: when the next but one is written, every
@@ -25,9 +25,11 @@
 #include "common/situ.cuh"
 #include "fc1/params.h"
 #include "ptx/barrier.cuh"
+#include "ptx/bulk_copy.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/pdl.cuh"
 #include "ptx/setmaxnreg.cuh"
+#include "ptx/tensor_copy.cuh"
 
 namespace cake::fc1 {
 
@@ -38,7 +40,7 @@ struct Prefill {
   static constexpr int kParts = 2 * kIntermediate / kRows;  // items of a tile
   static constexpr int kUnits = kHidden / grouped_mma::kUnitColumns;
   static constexpr int kStages = 5;
-  static constexpr int kUnitBytes = grouped_mma::kUnitColumns / 2;  // of a weight row
+  static constexpr int kUnitBytes = grouped_mma::kUnitColumns / 2;       // of a weight row
   static constexpr int kScaleBytes = 2 * grouped_mma::kScaleBlockBytes;  // 128 rows of a unit
   static constexpr int kChunkPairs = 32;  // pairs whose activations are exchanged at a time
 };
@@ -60,7 +62,7 @@ struct PrefillStorage {
   struct Stage {
     grouped_mma::PairUnit pairs;
     uint8_t codes[Prefill::kRows][Prefill::kUnitBytes];
-    uint8_t scales[Prefill::kRows / 128][Prefill::kScaleBytes];  // see scale_chunk
+    uint8_t scales[Prefill::kRows / 128][Prefill::kScaleBytes];  // 512 bytes hold 4 columns
   } stages[Prefill::kStages];
   // Of two warps each: 16 features of a pair in a row, 16-byte chunk c at c ^ (pair / 2 % 4).
   float activations[grouped_mma::kMmaWarps / 2][Prefill::kChunkPairs][16];
@@ -73,16 +75,11 @@ static_assert(sizeof(PrefillStorage::Stage) % 1024 == 0,
               "a stage must keep the swizzle's alignment");
 static_assert(sizeof(PrefillStorage) <= 232448, "shared memory exceeds 227 KB");
 
-// Where a 512-byte block of scales in shared memory has the 16 bytes of `row` (of 32): the eight
-// rows that a warp reads together come next to each other.
-__device__ __forceinline__ int32_t scale_chunk(int32_t row) {
-  return (row & 3) | (row >> 4 & 1) << 2 | (row >> 2 & 1) << 3 | (row >> 3 & 1) << 4;
-}
-
 // Describes item `index` to the MMA warps. `pairs`: ids, 32 in a register.
-__device__ __forceinline__ void publish_item(
-    const Params& params, PrefillStorage& shared, int32_t index, const Tile& tile, int32_t part,
-    const int32_t (&pairs)[grouped_mma::kPairRegisters], int32_t lane) {
+__device__ __forceinline__ void publish_item(const Params& params, PrefillStorage& shared,
+                                             int32_t index, const Tile& tile, int32_t part,
+                                             const int32_t (&pairs)[grouped_mma::kPairRegisters],
+                                             int32_t lane) {
   PrefillItem& item = shared.items[index % 2];
 #pragma unroll
   for (int i = 0; i < grouped_mma::kPairRegisters; ++i) {
@@ -99,26 +96,26 @@ __device__ __forceinline__ void publish_item(
   release(shared.item_full[index % 2], lane);
 }
 
-// Fills every fourth stage. Lane l copies 16 bytes of row l / 4 + 8i of the weights and of row l /
-// 16 + 2i of the pairs.
-__device__ __forceinline__ void load_warp(const Params& params, PrefillStorage& shared,
+// Fills every fourth stage: weights by bulk copies, the rows of the pairs' tokens in pieces of 16
+// bytes, since their chunks change places.
+__device__ __forceinline__ void load_warp(const Params& params, const CUtensorMap& w13_map,
+                                          PrefillStorage& shared,
                                           const grouped_mma::DealtItems& items, uint32_t turn,
                                           int32_t lane) {
   using namespace grouped_mma;
-  constexpr int kRowBytes = Prefill::kHidden / 2;
   constexpr int kTokenBytes = Prefill::kHidden * 2;
   constexpr int kScaleRowBlockBytes = 128 * Prefill::kHidden / 16;
+  constexpr int kRowBlocks = Prefill::kRows / 128;
+  const uint64_t policy = ptx::createpolicy_evict_normal();
   uint32_t uses = 0;
   TileCursor cursor(items);
   for (; cursor.tile().count > 0; cursor.advance()) {
     const int32_t count = cursor.tile().count;
-    const int64_t part = int64_t{cursor.tile().expert} * Prefill::kParts + cursor.part();
-    const uint8_t* codes = params.w13 + part * Prefill::kRows * kRowBytes + lane / 4 * kRowBytes +
-                           lane % 4 * 16;
-    const uint8_t* scales =
-        params.w13_sf + part * (Prefill::kRows / 128) * kScaleRowBlockBytes + lane * 16;
+    const int32_t part = cursor.tile().expert * Prefill::kParts + cursor.part();
+    const uint8_t* const scales = params.w13_sf + int64_t{part} * kRowBlocks * kScaleRowBlockBytes;
     int32_t pairs[kPairRegisters];
-    uint32_t token_rows[kPairRegisters];  // byte offsets; rows beyond the last repeat row 0 of `halves`
+    uint32_t
+        token_rows[kPairRegisters];  // byte offsets; rows beyond the last repeat row 0 of `halves`
 #pragma unroll
     for (int i = 0; i < kPairRegisters; ++i) {
       const int32_t n = lane + 32 * i;
@@ -135,19 +132,18 @@ __device__ __forceinline__ void load_warp(const Params& params, PrefillStorage& 
       const Slot<Prefill::kStages> slot(uses);
       PrefillStorage::Stage& stage = shared.stages[slot.stage];
       ptx::mbarrier_wait(ptx::shared_address(&shared.empty[slot.stage]), slot.parity ^ 1);
-      const uint32_t code_rows = ptx::shared_address(stage.codes) + lane * 16;
-#pragma unroll
-      for (int i = 0; i < Prefill::kRows / 8; ++i) {
-        ptx::cp_async_16(code_rows + i * 8 * Prefill::kUnitBytes,
-                         codes + k * Prefill::kUnitBytes + i * 8 * kRowBytes);
+      const uint32_t full = ptx::shared_address(&shared.full[slot.stage]);
+      if (lane == 0) {
+        ptx::mbarrier_arrive_expect_tx(full, sizeof(stage.codes) + sizeof(stage.scales));
+        ptx::cp_async_bulk_tensor_2d(ptx::shared_address(stage.codes), w13_map,
+                                     k * Prefill::kUnitBytes, part * Prefill::kRows, full);
+        for (int i = 0; i < kRowBlocks; ++i) {
+          ptx::cp_async_bulk(ptx::shared_address(stage.scales[i]),
+                             scales + i * kScaleRowBlockBytes + k * Prefill::kScaleBytes,
+                             Prefill::kScaleBytes, full, policy);
+        }
       }
-      const uint32_t scale_rows = ptx::shared_address(stage.scales) + scale_chunk(lane) * 16;
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {  // 4 columns of 128 rows each
-        ptx::cp_async_16(scale_rows + i * kScaleBlockBytes,
-                         scales + i / 2 * kScaleRowBlockBytes + k * Prefill::kScaleBytes +
-                             i % 2 * kScaleBlockBytes);
-      }
+      __syncwarp();
       // Eight rows in four steps; lanes 0 .. 15 the even ones.
       const uint32_t pair_rows =
           ptx::shared_address(stage.pairs.blocks[lane / 8 % 2]) + lane / 16 * 128;
@@ -189,7 +185,7 @@ __device__ __forceinline__ void multiply_item(PrefillStorage& shared,
   const int32_t t = lane % 4;
   const int32_t codes_offset = (warp / 2 * 32 + row) * Prefill::kUnitBytes + t * 16;
   const int32_t scales_offset = warp / 8 * Prefill::kScaleBytes + t / 2 * kScaleBlockBytes +
-                                scale_chunk(row) * 16 + warp / 2 % 4 * 4 + t % 2 * 2;
+                                row * 16 + warp / 2 % 4 * 4 + t % 2 * 2;
 #pragma unroll
   for (int i = 0; i < N / 2; ++i) {
     sums[i] = 0.0f;
@@ -202,8 +198,7 @@ __device__ __forceinline__ void multiply_item(PrefillStorage& shared,
     for (int r = 0; r < 2; ++r) {
       raw.codes[r] = *reinterpret_cast<const uint4*>(stage.codes[0] + codes_offset +
                                                      r * 8 * Prefill::kUnitBytes);
-      raw.scales[r] =
-          *reinterpret_cast<const uint16_t*>(stage.scales[0] + scales_offset + r * 256);
+      raw.scales[r] = *reinterpret_cast<const uint16_t*>(stage.scales[0] + scales_offset + r * 128);
     }
   };
   load(ring);
@@ -257,8 +252,8 @@ __device__ __forceinline__ void store_features(const Params& params, PrefillStor
       float values[8];
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const float4 four = *reinterpret_cast<const float4*>(
-            &activations[n][((2 * half + i) ^ (n / 2 % 4)) * 4]);
+        const float4 four =
+            *reinterpret_cast<const float4*>(&activations[n][((2 * half + i) ^ (n / 2 % 4)) * 4]);
         values[4 * i] = four.x, values[4 * i + 1] = four.y;
         values[4 * i + 2] = four.z, values[4 * i + 3] = four.w;
       }
@@ -288,7 +283,8 @@ __device__ __forceinline__ void store_features(const Params& params, PrefillStor
 }
 
 __global__ void __launch_bounds__(grouped_mma::kThreads, 1)
-    cake_fc1_prefill_sm90(const __grid_constant__ Params params) {
+    cake_fc1_prefill_sm90(const __grid_constant__ Params params,
+                          const __grid_constant__ CUtensorMap w13_map) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ != 900
   __trap();  // the plan never picks this kernel elsewhere
 #else
@@ -302,7 +298,7 @@ __global__ void __launch_bounds__(grouped_mma::kThreads, 1)
   const auto lane = static_cast<int32_t>(threadIdx.x % 32);
   if (threadIdx.x == 0) {
     for (int s = 0; s < Prefill::kStages; ++s) {
-      ptx::mbarrier_init(ptx::shared_address(&shared.full[s]), 1);
+      ptx::mbarrier_init(ptx::shared_address(&shared.full[s]), 2);
       ptx::mbarrier_init(ptx::shared_address(&shared.empty[s]), kMmaWarps);
     }
     for (int i = 0; i < 2; ++i) {
@@ -316,7 +312,7 @@ __global__ void __launch_bounds__(grouped_mma::kThreads, 1)
   if (warp >= kMmaWarps) {
     ptx::setmaxnreg_dec<kOtherRegisters>();
     const DealtItems items{params.tiles, *params.num_tiles, Prefill::kParts};
-    load_warp(params, shared, items, static_cast<uint32_t>(warp - kMmaWarps), lane);
+    load_warp(params, w13_map, shared, items, static_cast<uint32_t>(warp - kMmaWarps), lane);
     return;
   }
   ptx::setmaxnreg_inc<kMmaRegisters>();

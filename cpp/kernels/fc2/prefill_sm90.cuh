@@ -6,8 +6,8 @@
 //   16 MMA warps     two pairs of warpgroups take the item's blocks in turn, each warpgroup half of
 //                    the rows: multiply, store the outputs
 //   3 unpack warps   once per item: the pairs' intermediate, all 384 columns in three units, stored
-//                    as half; it stays while the item's blocks pass. Five slots for units: two of
-//                    the next item are unpacked meanwhile
+//                    as half; it stays while the item's blocks pass. The packed intermediate of
+//                    the next item is fetched meanwhile, and one of its units unpacked
 //   1 load warp      codes and scales of a block per stage: two contiguous bulk copies
 //
 //   full / empty[s]           load warp <-> one pair of warpgroups   (1 arrival + bytes / 8)
@@ -26,8 +26,10 @@
 #include "fc2/params.h"
 #include "ptx/barrier.cuh"
 #include "ptx/bulk_copy.cuh"
+#include "ptx/cp_async.cuh"
 #include "ptx/pdl.cuh"
 #include "ptx/setmaxnreg.cuh"
+#include "ptx/special_register.cuh"
 
 namespace cake::fc2 {
 
@@ -39,7 +41,7 @@ struct Prefill {
   static constexpr int kExpertBlocks = kHidden / kBlockRows;
   static constexpr int kUnits = kIntermediate / grouped_mma::kUnitColumns;
   static constexpr int kStages = 4;
-  static constexpr int kSlots = 5;  // for units of pairs; unit k of item i is in (3 i + k) % 5
+  static constexpr int kSlots = 4;  // for units of pairs; unit k of item i is in (3 i + k) % 4
   static constexpr int kItemBlocks = 14;  // at most so many blocks of an item
   static constexpr int kUnpackWarps = 3;
   static constexpr int kWeightBytes = kBlockRows * kRowBytes;
@@ -51,11 +53,19 @@ static_assert(Prefill::kUnpackWarps + 1 == grouped_mma::kOtherWarps);
 // What the MMA warps need to know of an item.
 struct PrefillItem {
   int32_t count;      // pairs; 0 after the last item
+  uint32_t unit_use;  // its first unit of pairs is the CTA's use `unit_use` of a slot
   int32_t block;      // its first block of the launch's is the CTA's use `first_use` of a stage
   int32_t first_use;
   int32_t end_use;
   float alpha;  // undoes the dequantization factors as well
   alignas(16) int32_t pair_ids[32 * grouped_mma::kPairRegisters];
+};
+
+// A pair's intermediate as FC1 left it. The padding puts eight pairs' words into different banks.
+struct alignas(16) PackedPair {
+  uint8_t codes[Prefill::kRowBytes + 16];
+  uint8_t scales[Prefill::kIntermediate / 16];
+  uint8_t unused[8];
 };
 
 struct PrefillStorage {
@@ -64,6 +74,7 @@ struct PrefillStorage {
     uint8_t codes[Prefill::kBlockRows][Prefill::kRowBytes];
     uint8_t scales[Prefill::kScaleBytes];  // 512 bytes hold 4 columns of 128 rows
   } stages[Prefill::kStages];
+  PackedPair packed[grouped_mma::kTilePairs];  // of the item that is being or will be unpacked
   PrefillItem items[3];  // the item before last may still be stored when an item is described
   uint64_t full[Prefill::kStages];
   uint64_t empty[Prefill::kStages];
@@ -94,8 +105,8 @@ __device__ __forceinline__ void load_warp(const Params& params, PrefillStorage& 
       ptx::mbarrier_wait(ptx::shared_address(&shared.empty[ring.stage]), ring.parity ^ 1);
       ptx::mbarrier_arrive_expect_tx(full, Prefill::kWeightBytes + Prefill::kScaleBytes);
       ptx::cp_async_bulk(ptx::shared_address(stage.codes),
-                         params.w2 + (first + block) * Prefill::kWeightBytes,
-                         Prefill::kWeightBytes, full, policy);
+                         params.w2 + (first + block) * Prefill::kWeightBytes, Prefill::kWeightBytes,
+                         full, policy);
       ptx::cp_async_bulk(ptx::shared_address(stage.scales),
                          params.w2_sf + (first + block) * Prefill::kScaleBytes,
                          Prefill::kScaleBytes, full, policy);
@@ -104,23 +115,18 @@ __device__ __forceinline__ void load_warp(const Params& params, PrefillStorage& 
   }
 }
 
-// Codes of words v, v + 4, v + 8, v + 12 of a unit of one pair, and the unit's eight scales.
-struct PackedWords {
-  uint32_t codes[4];
-  uint2 scales;
-};
-
-// Dequantizes them into four chunks of row n.
-__device__ __forceinline__ void unpack_words(const PackedWords& in, int32_t v,
+// Dequantizes words v, v + 4, v + 8, v + 12 of unit k of a pair into four chunks of row n.
+__device__ __forceinline__ void unpack_words(const PackedPair& packed, int32_t k, int32_t v,
                                              grouped_mma::PairUnit& unit, int32_t n) {
+  const auto* codes = reinterpret_cast<const uint32_t*>(packed.codes + k * 64) + v;
+  const uint2 eight = reinterpret_cast<const uint2*>(packed.scales)[k];
   // The scales of v's half of columns 32t .. 32t + 31, t = 0 .. 3: every other byte.
-  const uint32_t selector = v < 2 ? 0x6420u : 0x7531u;
-  const uint32_t scales = __byte_perm(in.scales.x, in.scales.y, selector);
+  const uint32_t scales = __byte_perm(eight.x, eight.y, v < 2 ? 0x6420u : 0x7531u);
   const ScalePair pairs[2] = {scale_pair(scales), scale_pair(scales >> 16)};
   uint32_t halves[4][4];
 #pragma unroll
   for (int t = 0; t < 4; ++t) {
-    dequantize8(in.codes[t], t % 2 == 0 ? pairs[t / 2].first : pairs[t / 2].second, halves[t]);
+    dequantize8(codes[4 * t], t % 2 == 0 ? pairs[t / 2].first : pairs[t / 2].second, halves[t]);
   }
   uint8_t* const row = unit.blocks[v / 2] + n * 128;
 #pragma unroll
@@ -130,46 +136,50 @@ __device__ __forceinline__ void unpack_words(const PackedWords& in, int32_t v,
   }
 }
 
-// Four threads share a pair: thread `thread` has words v = thread % 4 of pairs thread / 4 + 24 i.
-// The item's description goes with its first unit.
+// Four threads of a warp share a pair: thread `thread` fetches and unpacks a quarter of pairs
+// thread / 4 + 24 i. The item's description goes with its first unit.
 __device__ __forceinline__ void unpack_warps(const Params& params, PrefillStorage& shared,
-                                             const grouped_mma::DealtItems& items,
-                                             int32_t thread) {
+                                             const grouped_mma::DealtItems& items, int32_t thread) {
   using namespace grouped_mma;
   constexpr int kStep = Prefill::kUnpackWarps * 32 / 4;
   constexpr int kPasses = (kTilePairs + kStep - 1) / kStep;
   const int32_t v = thread % 4;
   const int32_t first = thread / 4;
-  const auto load = [&](int32_t pair, int32_t k) {
-    PackedWords words{};
-    if (pair >= 0) {
-      const auto* codes = reinterpret_cast<const uint32_t*>(
-          params.input + pair * Prefill::kRowBytes + k * (kUnitColumns / 2));
-#pragma unroll
-      for (int t = 0; t < 4; ++t) {
-        words.codes[t] = codes[4 * t + v];
-      }
-      words.scales = reinterpret_cast<const uint2*>(params.input_sf +
-                                                    pair * (Prefill::kIntermediate / 16))[k];
-    }
-    return words;
-  };
-  RingPosition<Prefill::kSlots> ring;
-  RingPosition<3> description;
-  int32_t uses = 0;
-  for (int32_t index = 0;; ++index, description.advance()) {
-    const Tile tile = items.tile(index);
-    PrefillItem& item = shared.items[description.stage];
-    int32_t pairs[kPasses];
+  int32_t pairs[kPasses];  // of the item to be fetched, -1 beyond its last
+  const auto look_up = [&](const Tile& tile) {
 #pragma unroll
     for (int i = 0; i < kPasses; ++i) {
       const int32_t n = first + kStep * i;
       pairs[i] = n < tile.count ? params.expert_pairs[tile.first + n] : -1;
     }
-    const int32_t first_pair = pairs[0];
+  };
+  const auto fetch = [&]() {
+#pragma unroll
+    for (int i = 0; i < kPasses; ++i) {
+      if (pairs[i] >= 0) {
+        PackedPair& packed = shared.packed[first + kStep * i];
+        const uint8_t* const codes = params.input + pairs[i] * Prefill::kRowBytes + v * 16;
+#pragma unroll
+        for (int k = 0; k < Prefill::kUnits; ++k) {
+          ptx::cp_async_16(ptx::shared_address(packed.codes) + v * 16 + k * 64, codes + k * 64);
+        }
+        if (v < Prefill::kUnits) {
+          ptx::cp_async_8(ptx::shared_address(packed.scales) + v * 8,
+                          params.input_sf + pairs[i] * (Prefill::kIntermediate / 16) + v * 8);
+        }
+      }
+    }
+  };
+  RingPosition<Prefill::kSlots> ring;
+  int32_t uses = 0;
+  TileCursor cursor(items);
+  look_up(cursor.tile());
+  fetch();
+  for (;; cursor.advance()) {
+    const Tile& tile = cursor.tile();
+    PrefillItem& item = shared.items[cursor.index() % 3];
 #pragma unroll 1
     for (int32_t k = 0; k < Prefill::kUnits; ++k) {
-      PackedWords next = load(first_pair, k);
       ptx::mbarrier_wait(ptx::shared_address(&shared.pairs_empty[ring.stage]), ring.parity ^ 1);
       if (k == 0) {
 #pragma unroll
@@ -180,21 +190,22 @@ __device__ __forceinline__ void unpack_warps(const Params& params, PrefillStorag
           }
         }
         if (thread == 0) {
-          const BlockRange blocks(params.num_blocks, items.per_tile, items.part(index));
+          const BlockRange blocks(params.num_blocks, items.per_tile, cursor.part());
           item.count = tile.count;
+          item.unit_use = cursor.index() * Prefill::kUnits;
           item.block = blocks.begin;
           item.first_use = uses;
           uses += blocks.end - blocks.begin;
           item.end_use = uses;
           item.alpha = tile.count > 0 ? params.fc2_alpha[tile.expert] * kDequantizedSquare : 0.0f;
         }
-        __syncwarp();  // the four threads of a pair read its id
+        look_up(cursor.next());
+        ptx::cp_async_wait_all();
+        __syncwarp();
       }
 #pragma unroll 1
       for (int32_t n = first; n < tile.count; n += kStep) {
-        const PackedWords words = next;
-        next = load(n + kStep < tile.count ? item.pair_ids[n + kStep] : -1, k);
-        unpack_words(words, v, shared.pairs[ring.stage], n);
+        unpack_words(shared.packed[n], k, v, shared.pairs[ring.stage], n);
       }
       ptx::fence_proxy_async();
       release(shared.pairs_full[ring.stage], thread % 32);
@@ -203,29 +214,19 @@ __device__ __forceinline__ void unpack_warps(const Params& params, PrefillStorag
         return;
       }
     }
+    fetch();
   }
 }
 
 // What an MMA warp keeps through the kernel: little, since its registers are all in use.
 struct MmaWarp {
-  int32_t use;     // of a stage, that comes next; every second one is of these warpgroups
-  uint32_t items;  // so far
-
+  int32_t use;  // of a stage, that comes next; every second one is of these warpgroups
   __device__ __forceinline__ grouped_mma::Slot<Prefill::kStages> stage() const {
     return grouped_mma::Slot<Prefill::kStages>(static_cast<uint32_t>(use));
   }
   // Read anew whenever they are needed.
-  __device__ __forceinline__ int32_t thread() const {
-    int32_t id;
-    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(id));
-    return id;
-  }
-  __device__ __forceinline__ int32_t warp() const { return thread() / 32; }
-  __device__ __forceinline__ int32_t lane() const { return thread() % 32; }
-  // Of unit k of the item's pairs.
-  __device__ __forceinline__ grouped_mma::Slot<Prefill::kSlots> pairs(uint32_t k) const {
-    return grouped_mma::Slot<Prefill::kSlots>(items * Prefill::kUnits + k);
-  }
+  __device__ __forceinline__ int32_t warp() const { return ptx::tid_x() / 32; }
+  __device__ __forceinline__ int32_t lane() const { return ptx::tid_x() % 32; }
 };
 
 // Sums of 64 rows of a block.
@@ -239,8 +240,8 @@ __device__ __forceinline__ void multiply_block(PrefillStorage& shared, const Mma
   const Slot<Prefill::kStages> stage_slot = self.stage();
   const PrefillStorage::Stage& stage = shared.stages[stage_slot.stage];
   const uint8_t* codes = stage.codes[self.warp() / 2 % 4 * 32 + row] + t * 16;
-  const uint8_t* scales = stage.scales + t / 2 * kScaleBlockBytes + row * 16 +
-                          self.warp() / 2 % 4 * 4 + t % 2 * 2;
+  const uint8_t* scales =
+      stage.scales + t / 2 * kScaleBlockBytes + row * 16 + self.warp() / 2 % 4 * 4 + t % 2 * 2;
 #pragma unroll
   for (int i = 0; i < N / 2; ++i) {
     sums[i] = 0.0f;
@@ -258,13 +259,17 @@ __device__ __forceinline__ void multiply_block(PrefillStorage& shared, const Mma
   ptx::mbarrier_wait(ptx::shared_address(&shared.full[stage_slot.stage]), stage_slot.parity);
 #pragma unroll 1
   for (int k = 0; k < Prefill::kUnits; ++k) {
-    const Slot<Prefill::kSlots> pairs = self.pairs(k);
+    const Slot<Prefill::kSlots> pairs(item.unit_use + k);
     if (self.use - 2 < item.first_use) {  // the first of this item's
       ptx::mbarrier_wait(ptx::shared_address(&shared.pairs_full[pairs.stage]), pairs.parity);
     }
     load(k);
     Fragments fragments;
-    multiply_unit<N>(raw, ptx::shared_address(&shared.pairs[pairs.stage]), fragments, sums);
+    // The compiler does not know that the slot is the same in all lanes; uniform registers have
+    // room.
+    const uint32_t unit =
+        __shfl_sync(0xFFFFFFFFu, ptx::shared_address(&shared.pairs[pairs.stage]), 0);
+    multiply_unit<N>(raw, unit, fragments, sums);
     if (k + 1 == Prefill::kUnits) {  // the loads are in the fragments
       release_loaded(shared.empty[stage_slot.stage], self.lane(), fragments.step[7][2],
                      fragments.step[7][3]);
@@ -309,17 +314,18 @@ __device__ __forceinline__ void store_outputs(const Params& params, const Prefil
 __device__ __forceinline__ void mma_warp(const Params& params, PrefillStorage& shared,
                                          int32_t warp) {
   using namespace grouped_mma;
-  MmaWarp self{warp / 8, 0};
-  for (;; ++self.items) {
-    const Slot<Prefill::kSlots> pairs = self.pairs(0);
+  MmaWarp self{warp / 8};
+  const PrefillItem* description = shared.items;
+  for (uint32_t unit_use = 0;;) {
+    const Slot<Prefill::kSlots> pairs(unit_use);
     ptx::mbarrier_wait(ptx::shared_address(&shared.pairs_full[pairs.stage]), pairs.parity);
-    const PrefillItem& item = shared.items[self.items % 3];
+    const PrefillItem& item = *description;
     if (item.count == 0) {
       break;
     }
     if (self.use >= item.end_use) {  // these warpgroups have no block of the item
       for (uint32_t k = 0; k < Prefill::kUnits; ++k) {
-        const Slot<Prefill::kSlots> unit = self.pairs(k);
+        const Slot<Prefill::kSlots> unit(unit_use + k);
         ptx::mbarrier_wait(ptx::shared_address(&shared.pairs_full[unit.stage]), unit.parity);
         release(shared.pairs_empty[unit.stage], self.lane());
       }
@@ -329,6 +335,8 @@ __device__ __forceinline__ void mma_warp(const Params& params, PrefillStorage& s
       with_columns(item.count, [&]<int N>() { multiply_block<N>(shared, self, item, sums); });
       store_outputs(params, item, self, sums);
     }
+    unit_use = item.unit_use + Prefill::kUnits;
+    description = description == &shared.items[2] ? shared.items : description + 1;
   }
 }
 

@@ -24,8 +24,8 @@ struct Params {
   const uint16_t* __restrict__ rows;  // bf16 [P, row_columns]
   uint16_t* __restrict__ output;      // bf16 [T, output_stride]
   int32_t num_tokens;
-  int32_t columns;                    // of the rows and of the part of the output; a multiple of 128
-  int32_t output_stride;              // elements
+  int32_t columns;        // of the rows and of the part of the output; a multiple of 128
+  int32_t output_stride;  // elements
 };
 
 // The slot's weight as bfloat16, widened.

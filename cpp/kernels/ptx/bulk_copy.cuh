@@ -13,6 +13,13 @@ __device__ __forceinline__ uint64_t createpolicy_evict_first() {
   return policy;
 }
 
+// L2 policy for data that others may read again.
+__device__ __forceinline__ uint64_t createpolicy_evict_normal() {
+  uint64_t policy;
+  asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
 // `bytes`, source and destination are multiples of 16; completion counts on `barrier`.
 __device__ __forceinline__ void cp_async_bulk(uint32_t destination, const void* source,
                                               uint32_t bytes, uint32_t barrier, uint64_t policy) {

@@ -12,15 +12,15 @@ __device__ __forceinline__ void cp_async_16(uint32_t destination, const void* so
                : "memory");
 }
 
+// 8 bytes.
+__device__ __forceinline__ void cp_async_8(uint32_t destination, const void* source) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(destination), "l"(source)
+               : "memory");
+}
+
 // Waits until all copies of this thread have landed.
 __device__ __forceinline__ void cp_async_wait_all() {
   asm volatile("cp.async.wait_all;" ::: "memory");
-}
-
-// Arrives at `barrier` once all earlier copies of this thread have landed; counts as one of the
-// arrivals that the barrier was initialized with.
-__device__ __forceinline__ void cp_async_mbarrier_arrive_noinc(uint32_t barrier) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
 }  // namespace cake::ptx
