@@ -16,7 +16,7 @@ from pathlib import Path
 
 MAX_LINES = 400
 CPP = {".h", ".cpp", ".cu", ".cuh"}
-STAGES = {"cpu", "quantize", "selftest", "routing", "fc1", "fc2", "finalize"}
+STAGES = {"cpu", "quantize", "selftest", "routing", "fc1", "fc2", "finalize", "stream"}
 OPTIONAL = {"rich", "safetensors", "numpy", "matplotlib", "flashinfer"}
 SKIPPED_FOLDERS = {"build", "dist", "__pycache__"}
 

@@ -19,7 +19,7 @@ void fused_moe(const Tensor& input, const Tensor& topk_ids, const Tensor& topk_w
                const Tensor& fc1_alpha, const Tensor& fc2_input_scale, const Tensor& w2_sf,
                const Tensor& fc2_alpha, const std::optional<Tensor>& situ_beta,
                const std::optional<Tensor>& situ_linear_beta, const Tensor& output,
-               const Tensor& workspace) {
+               const Tensor& workspace, bool batch_invariant) {
   constexpr cake::Shape shape = cake::kKimiK3;
   constexpr int64_t h = shape.hidden;
   constexpr int64_t i = shape.intermediate;
@@ -73,6 +73,7 @@ void fused_moe(const Tensor& input, const Tensor& topk_ids, const Tensor& topk_w
   arguments.device = device;
   arguments.stream = current_stream(device);
   arguments.executor = &executor;
+  arguments.batch_invariant = batch_invariant;
   arguments.input = input.const_data_ptr();
   arguments.input_stride = input.stride(0);
   arguments.topk_ids = topk_ids.const_data_ptr();
@@ -143,11 +144,11 @@ std::string workspace_table(int64_t num_tokens) {
   return cake::workspace_table(cake::kKimiK3, token_count(num_tokens));
 }
 
-std::string plan(int64_t num_tokens) {
+std::string plan(int64_t num_tokens, bool batch_invariant) {
   if (num_tokens < 1) {
     raise("ValueError", text("num_tokens: expected 1 to ", cake::kMaxTokens, ", got ", num_tokens));
   }
-  return cake::plan_text(token_count(num_tokens));
+  return cake::plan_text(token_count(num_tokens), batch_invariant);
 }
 
 void prepare_workspace(const Tensor& workspace, std::vector<int64_t> num_tokens) {
@@ -175,6 +176,15 @@ void selftest(const Tensor& out) {
   }
 }
 
+void read_stream(const Tensor& data) {
+  check_contiguous("data", data);
+  const int64_t bytes = data.numel() * static_cast<int64_t>(data.element_size());
+  if (bytes > 0) {
+    raise_if_error(cake::read_stream(data.const_data_ptr(), bytes, device_of(data),
+                                     current_stream(device_of(data))));
+  }
+}
+
 // Empty when a GPU of this compute capability is supported, else the reason.
 std::string cuda_support(int64_t major, int64_t minor) {
   return cake::cuda_support(static_cast<int32_t>(major), static_cast<int32_t>(minor)).message();
@@ -188,18 +198,20 @@ STABLE_TORCH_LIBRARY(cake, m) {
       "fused_moe(Tensor input, Tensor topk_ids, Tensor topk_weights, Tensor w13, Tensor w2, "
       "Tensor input_scale, Tensor w13_sf, Tensor fc1_alpha, Tensor fc2_input_scale, Tensor w2_sf, "
       "Tensor fc2_alpha, Tensor? situ_beta, Tensor? situ_linear_beta, Tensor(a!) output, "
-      "Tensor(b!) workspace) -> ()");
+      "Tensor(b!) workspace, bool batch_invariant=False) -> ()");
   // BF16 rows to NVFP4 codes and linear block scales, recipe P.
   m.def("quantize_nvfp4(Tensor input, Tensor input_scale, Tensor(a!) packed, Tensor(b!) sf) -> ()");
   m.def("workspace_size(int max_num_tokens) -> int");
   // JSON list of the workspace's regions: name, offset, bytes.
   m.def("workspace_table(int num_tokens) -> str");
   // JSON object: how a GPU runs a call with so many tokens.
-  m.def("plan(int num_tokens) -> str");
+  m.def("plan(int num_tokens, bool batch_invariant=False) -> str");
   m.def("prepare_workspace(Tensor(a!) workspace, int[] num_tokens) -> ()");
   m.def("release_workspace(int address, int device_index) -> ()");
   // Fills `out` with 1000 * compute capability of the code that ran + index % 1000.
   m.def("selftest(Tensor(a!) out) -> ()");
+  // Reads a tensor's memory at the rate that the GPU can, and drops it.
+  m.def("read_stream(Tensor data) -> ()");
   m.def("cuda_support(int major, int minor) -> str");
   m.def("build_info() -> str");
 }
@@ -209,6 +221,7 @@ STABLE_TORCH_LIBRARY_IMPL(cake, CPU, m) {
   m.impl("quantize_nvfp4", TORCH_BOX(&quantize_nvfp4));
   m.impl("prepare_workspace", TORCH_BOX(&prepare_workspace));
   m.impl("selftest", TORCH_BOX(&selftest));
+  m.impl("read_stream", TORCH_BOX(&read_stream));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(cake, CUDA, m) {
@@ -216,6 +229,7 @@ STABLE_TORCH_LIBRARY_IMPL(cake, CUDA, m) {
   m.impl("quantize_nvfp4", TORCH_BOX(&quantize_nvfp4));
   m.impl("prepare_workspace", TORCH_BOX(&prepare_workspace));
   m.impl("selftest", TORCH_BOX(&selftest));
+  m.impl("read_stream", TORCH_BOX(&read_stream));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(cake, CompositeExplicitAutograd, m) {

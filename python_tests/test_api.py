@@ -67,6 +67,7 @@ MOE_KEYWORD: list[tuple[str, object]] = [
     ("situ_linear_beta", None),
     ("backend", "cake"),
     ("nvfp4_4over6", UNSET),
+    ("batch_invariant", False),  # cake's own
 ]
 SIZE_POSITIONAL: list[tuple[str, object]] = [
     ("max_num_tokens", REQUIRED),

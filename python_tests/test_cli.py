@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -36,6 +39,25 @@ def test_info_json_adds_up(capsys: pytest.CaptureFixture[str]) -> None:
         end = region["offset"] + region["bytes"]
     assert end <= torch.ops.cake.workspace_size(8)
     assert facts["plan"]["kernels"] == "decode"
+
+
+def test_info_shows_chunks(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["info", "--tokens", "16384"]) == 0
+    assert "in chunks of up to 8192 tokens" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("value", "kernels"), [("1", "prefill"), ("0", "decode")])
+def test_environment_turns_batch_invariance_on(value: str, kernels: str) -> None:
+    script = "import cake, torch; print(torch.ops.cake.plan(1))"
+    result = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "CAKE_BATCH_INVARIANT": value},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert json.loads(result.stdout)["kernels"] == kernels
+    assert json.loads(torch.ops.cake.plan(1, True))["kernels"] == "prefill"
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from torch import Tensor
 import cake
 from cake.check import Batch, Call, Layer, check_case, make_batch
 from cake.testing import synthetic
-from cake.testing.numeric import bitwise_difference, check_outputs
+from cake.testing.numeric import bitwise_difference, check_outputs, compare_outputs
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or not cake.is_supported("cuda")[0],
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(
 
 GPU = torch.device("cuda")
 # Around every change of kernels, and counts that no tile size divides.
-TOKENS = (1, 2, 5, 7, 8, 9, 31, 63, 64, 65, 127, 129, 255, 256, 257, 511, 513, 639, 640, 641, 1023)
+TOKENS = (1, 2, 5, 7, 8, 9, 31, 63, 64, 65, 127, 129, 255, 257, 351, 352, 353, 511, 513, 641, 1023)
 LARGE = (1024, 1025, 1171, 2047, 3000, 4097)
 
 
@@ -73,12 +73,36 @@ def test_a_row_depends_on_its_own_token_alone(gpu_layer: Layer, tokens: int) -> 
     assert_same_bits(run(gpu_layer, permuted), expected[order])
 
 
-def test_decode_plan_gives_a_row_the_same_bits_at_every_token_count(gpu_layer: Layer) -> None:
-    batch = make_batch(600, "random", 6).to(GPU)
+def prefix(batch: Batch, tokens: int) -> Batch:
+    return Batch(batch.tokens[:tokens], batch.topk_ids[:tokens], batch.topk_weights[:tokens])
+
+
+@pytest.mark.parametrize(
+    ("most", "counts"),
+    [(352, (1, 3, 64, 333)), (8193, (353, 700, 1500, 4097, 8192)), (16384, (8192, 12289))],
+)
+def test_a_plan_gives_a_row_the_same_bits_at_every_token_count(
+    gpu_layer: Layer, most: int, counts: tuple[int, ...]
+) -> None:
+    batch = make_batch(most, "random", 6).to(GPU)
     expected = run(gpu_layer, batch)
-    for tokens in (1, 3, 64, 333):
-        part = Batch(batch.tokens[:tokens], batch.topk_ids[:tokens], batch.topk_weights[:tokens])
-        assert_same_bits(run(gpu_layer, part), expected[:tokens])
+    for tokens in counts:
+        assert_same_bits(run(gpu_layer, prefix(batch, tokens)), expected[:tokens])
+
+
+def test_batch_invariance_gives_a_row_the_same_bits_in_every_call(
+    cpu_layer: Layer, gpu_layer: Layer
+) -> None:
+    batch = make_batch(9000, "zipf", 15)
+    on_gpu = batch.to(GPU)
+    expected = Call(gpu_layer, on_gpu).run(batch_invariant=True)
+    for tokens in (1, 2, 7, 8, 9, 64, 129, 352, 353, 2000):
+        actual = Call(gpu_layer, prefix(on_gpu, tokens)).run(batch_invariant=True)
+        assert_same_bits(actual, expected[:tokens])
+    check_outputs(expected[:32].cpu(), run(cpu_layer, prefix(batch, 32)), context="32 rows")
+    # Without it the two plans may round differently, by little.
+    other = run(gpu_layer, prefix(on_gpu, 352))
+    assert compare_outputs(other.cpu(), expected[:352].cpu()).relative_rms < 2e-3
 
 
 @pytest.mark.parametrize("tokens", [6, 700])

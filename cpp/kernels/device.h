@@ -25,6 +25,8 @@ class CurrentDevice {
 // Compute capability of `index`.
 Status compute_capability(int32_t index, int32_t* major, int32_t* minor);
 
+Status multiprocessor_count(int32_t index, int32_t* count);
+
 Status quantize(const QuantizeArguments& arguments);
 Status fused_moe(const Arguments& arguments);
 
@@ -33,5 +35,6 @@ Status fused_moe(const Arguments& arguments);
 Status prepare(void* workspace, int32_t num_tokens, void* stream);
 
 Status selftest(int32_t* out, int64_t count, void* stream);
+Status read_stream(const void* data, int64_t bytes, int32_t index, void* stream);
 
 }  // namespace cake::device

@@ -20,5 +20,6 @@ Status quantize(const QuantizeArguments&) { return no_cuda(); }
 Status fused_moe(const Arguments&) { return no_cuda(); }
 Status prepare(void*, int32_t, void*) { return no_cuda(); }
 Status selftest(int32_t*, int64_t, void*) { return no_cuda(); }
+Status read_stream(const void*, int64_t, int32_t, void*) { return no_cuda(); }
 
 }  // namespace cake::device

@@ -288,4 +288,19 @@ Status run_selftest(int32_t* out, int64_t count, Device device, void* stream) {
   });
 }
 
+Status read_stream(const void* data, int64_t bytes, Device device, void* stream) {
+  return guarded([&]() -> Status {
+    if (device.type == DeviceType::kCpu) {
+      return error(StatusCode::kUnsupported, "data: expected memory of a CUDA device");
+    }
+    if (bytes < 0 || data == nullptr || reinterpret_cast<uintptr_t>(data) % 16 != 0) {
+      return invalid_argument("data: expected memory at a multiple of 16 bytes, got ", bytes,
+                              " bytes at ", data);
+    }
+    const device::CurrentDevice guard(device.index);
+    CAKE_RETURN_IF_ERROR(guard.status());
+    return device::read_stream(data, bytes, device.index, stream);
+  });
+}
+
 }  // namespace cake

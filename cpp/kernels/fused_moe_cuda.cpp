@@ -49,10 +49,9 @@ Status prepare(void* workspace, int32_t num_tokens, void* stream) {
 
 Status fused_moe(const Arguments& a) {
   int32_t num_sms = 0;
-  CAKE_RETURN_IF_ERROR(
-      cuda_status(cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, a.device.index),
-                  "cudaDeviceGetAttribute"));
-  const Plan plan = make_plan(a.num_tokens, num_sms);
+  CAKE_RETURN_IF_ERROR(multiprocessor_count(a.device.index, &num_sms));
+  const Plan plan =
+      make_plan(a.num_tokens, num_sms, a.batch_invariant || batch_invariant_by_environment());
   const WorkspacePointers w(a.workspace, Workspace(kShape, a.num_tokens));
   // The prefill kernels' input as half lies where FC2's rows come later: FC1 has read it by then.
   uint8_t* const halves =

@@ -22,6 +22,10 @@ struct Plan {
   int32_t num_ctas;    // of FC1 and FC2
 };
 
-Plan make_plan(int32_t num_tokens, int32_t num_sms);
+// Whether CAKE_BATCH_INVARIANT is 1; read once.
+bool batch_invariant_by_environment();
+
+// `batch_invariant`: the same kernels at every token count.
+Plan make_plan(int32_t num_tokens, int32_t num_sms, bool batch_invariant);
 
 }  // namespace cake

@@ -89,6 +89,35 @@ TEST(FusedMoe, RowsDoNotDependOnOtherTokens) {
   }
 }
 
+TEST(FusedMoe, ManyTokensInChunksGiveTheRowsOfFewer) {
+  const int32_t tokens = kMaxTokens - 1;  // two chunks, the second one smaller
+  Operands o = testing::random_operands({128, 64, 8, 4}, tokens, 9);
+  const std::vector<int64_t> ids(o.topk_ids.begin(), o.topk_ids.end());
+  std::vector<float> weights;
+  for (const uint16_t weight : o.topk_weights) {
+    weights.push_back(bits_float(uint32_t{weight} << 16));
+  }
+  Arguments a = o.arguments();
+  const auto all = run_once(o, a, 0xFF);
+  a.topk_ids = ids.data();
+  a.topk_ids_type = IdType::kInt64;
+  a.topk_weights = weights.data();
+  a.topk_weights_type = WeightType::kFloat32;
+  EXPECT_EQ(run_once(o, a, 0x00), all);
+  Operands few = o;
+  few.num_tokens = 50;
+  for (const int32_t first : {0, 8192 - 50, 8192, tokens - 50}) {
+    Arguments part = o.arguments();
+    part.num_tokens = few.num_tokens;
+    part.input = o.input.data() + first * 128;
+    part.topk_ids = o.topk_ids.data() + first * 4;
+    part.topk_weights = o.topk_weights.data() + first * 4;
+    EXPECT_EQ(run_once(few, part, 0xFF),
+              std::vector(all.begin() + first * 128, all.begin() + (first + 50) * 128))
+        << first;
+  }
+}
+
 TEST(FusedMoe, ExplicitConstantsNeedNoByteOfTheWorkspaceToSurvive) {
   const Operands o = testing::golden_operands();
   GuardedWorkspace workspace(o.shape, 5, 0xFF);

@@ -9,13 +9,13 @@ namespace {
 TEST(Plan, ChangesKernelsOnceAsTokensGrow) {
   int changes = 0;
   for (int32_t tokens = 1; tokens <= kMaxTokens; ++tokens) {
-    const Plan plan = make_plan(tokens, 132);
+    const Plan plan = make_plan(tokens, 132, false);
     EXPECT_EQ(plan.tile_pairs,
               plan.kernels == Kernels::kDecode ? kDecodeTilePairs : kPrefillTilePairs);
     EXPECT_EQ(plan.num_ctas, 132);
-    changes += tokens > 1 && plan.kernels != make_plan(tokens - 1, 132).kernels;
+    changes += tokens > 1 && plan.kernels != make_plan(tokens - 1, 132, false).kernels;
   }
-  EXPECT_EQ(make_plan(1, 132).kernels, Kernels::kDecode);
+  EXPECT_EQ(make_plan(1, 132, false).kernels, Kernels::kDecode);
   EXPECT_EQ(changes, 1);
 }
 
@@ -27,14 +27,21 @@ TEST(Plan, EveryRegionHoldsWhatItsKernelsWrite) {
     const int64_t pairs = int64_t{chunk} * kKimiK3.top_k;
     const int64_t part = fc2_blocks_per_part(kKimiK3, chunk);
     ASSERT_LE(pairs * part * kFc2BlockRows * 2, layout.fc2_rows.bytes) << tokens;
-    if (make_plan(chunk, 132).kernels == Kernels::kPrefill) {  // the input as half lies there first
-      ASSERT_LE(int64_t{chunk} * kKimiK3.hidden * 2, layout.fc2_rows.bytes) << tokens;
-    }
+    // With the prefill kernels, the input as half lies there first.
+    ASSERT_LE(int64_t{chunk} * kKimiK3.hidden * 2, layout.fc2_rows.bytes) << tokens;
     // The most tiles: every expert has one pair more than a whole number of tiles.
-    const int64_t tile = make_plan(chunk, 132).tile_pairs;
+    const int64_t tile = make_plan(chunk, 132, false).tile_pairs;
     const int64_t experts = std::min<int64_t>(kKimiK3.num_experts, pairs);
     const int64_t most = experts + (pairs - experts) / tile;
     ASSERT_LE(most * 16, layout.tiles.bytes) << tokens;
+  }
+}
+
+TEST(Plan, BatchInvarianceTakesTheSameKernelsAtEveryTokenCount) {
+  for (int32_t tokens = 1; tokens <= kMaxTokens; ++tokens) {
+    const Plan plan = make_plan(tokens, 132, true);
+    ASSERT_EQ(plan.kernels, Kernels::kPrefill) << tokens;
+    ASSERT_EQ(plan.tile_pairs, kPrefillTilePairs) << tokens;
   }
 }
 

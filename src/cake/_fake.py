@@ -74,6 +74,7 @@ def _fused_moe(
     situ_linear_beta: Tensor | None,
     output: Tensor,
     workspace: Tensor,
+    batch_invariant: bool = False,
 ) -> None:
     h, i, e, k = KIMI_K3.hidden, KIMI_K3.intermediate, KIMI_K3.num_experts, KIMI_K3.top_k
     device = input.device
@@ -125,3 +126,8 @@ def _selftest(out: Tensor) -> None:
     torch._check_type(
         out.dtype == torch.int32, lambda: f"out: expected torch.int32, got {out.dtype}"
     )
+
+
+@torch.library.register_fake("cake::read_stream")
+def _read_stream(data: Tensor) -> None:
+    torch._check(data.is_contiguous(), lambda: "data: expected a contiguous tensor")

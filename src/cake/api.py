@@ -57,6 +57,7 @@ def cutlass_fused_moe(
     situ_linear_beta: Tensor | None = None,
     backend: str = "cake",
     nvfp4_4over6: Any = _UNSET,
+    batch_invariant: bool = False,
 ) -> Tensor:
     """Run the routed experts of Kimi-K3 (SiTU, NVFP4) on one tensor-parallel rank.
 
@@ -96,6 +97,11 @@ def cutlass_fused_moe(
     situ_beta, situ_linear_beta : torch.Tensor, optional
         float32 [E] gate and linear smoothing; None: the workspace's prepared 4 and 25. With both
         given, no byte of the workspace needs to survive between calls.
+    batch_invariant : bool
+        On a GPU, one arithmetic at every token count: a token's output row has the same bits at T =
+        1 and T = 16384. Without it that holds within T = 1 .. 352 and within 353 .. 16384; its
+        price is in `docs/performance.md`. The environment variable CAKE_BATCH_INVARIANT=1, read at
+        the first call, turns it on for all calls. cake's own argument; FlashInfer has none.
     enable_pdl, use_fused_finalize : bool, optional
         None or True.
     backend : str
@@ -202,7 +208,7 @@ def cutlass_fused_moe(
         workspace_buffer = input.new_empty(0, dtype=torch.uint8)  # T = 0 needs none
     if output is None:
         output = input.new_empty(input.shape, dtype=torch.bfloat16)
-    arguments = (*tensors, situ_beta, situ_linear_beta, output, workspace_buffer)
+    arguments = (*tensors, situ_beta, situ_linear_beta, output, workspace_buffer, batch_invariant)
     if torch.compiler.is_compiling():
         torch.ops.cake.fused_moe(*arguments)
         return output

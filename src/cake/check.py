@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 TOKENS = (1, 2, 3, 8, 16, 33, 64, 127, 256, 300, 512, 1024, 1025, 2048)
 ROUTINGS: tuple[synthetic.Routing, ...] = synthetic.ROUTINGS
 _ROUTING_TOKENS = 40
+_REPEATS = 10
+_CHUNK_TOKENS = 8192  # a call of more tokens goes through the workspace in chunks
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +109,8 @@ def compare_stages(actual: Call, expected: Call) -> None:
         Names the stage and the figure that is outside its gate.
     """
     num_tokens = expected.batch.tokens.shape[0]
+    if num_tokens > _CHUNK_TOKENS:
+        return  # the workspace holds the last chunk alone
     context = f"T={num_tokens}"
     for name in ("input_packed", "input_sf"):
         difference = numeric.bitwise_difference(actual.region(name), expected.region(name))
@@ -156,9 +160,10 @@ def check_case(
         # Among millions of values a few pass atol 1, rtol 0.1 by rounding of the activation alone.
         max_outliers=0.0 if num_tokens <= 64 else 1e-3,
     )
-    actual.output.fill_(float("nan"))
-    difference = numeric.bitwise_difference(actual.run(), first)
-    assert difference is None, f"T={num_tokens} {routing}: a repeat differs: {difference}"
+    for _ in range(_REPEATS):
+        actual.output.fill_(float("nan"))
+        difference = numeric.bitwise_difference(actual.run(), first)
+        assert difference is None, f"T={num_tokens} {routing}: a repeat differs: {difference}"
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         actual.run()

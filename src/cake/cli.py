@@ -1,4 +1,4 @@
-"""The `cake` command: `cake info`, `cake demo` and `cake check`."""
+"""The `cake` command: info, demo, check, bench and plot."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from cake import check, demo, info
+from cake import bench, check, demo, info, plot
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,6 +29,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     info.add_command(commands)
     demo.add_command(commands)
     check.add_command(commands)
+    bench.add_command(commands)
+    plot.add_command(commands)
     arguments = parser.parse_args(argv)
     try:
         return int(arguments.run(arguments))

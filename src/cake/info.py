@@ -128,6 +128,8 @@ def _print_workspace(num_tokens: int, regions: list[dict[str, Any]]) -> None:
         print(
             f"\nPlan on a GPU: {plan['kernels']} kernels, up to {plan['tile_pairs']} pairs a tile;"
         )
+        if plan["tokens_per_chunk"] < num_tokens:
+            print(f"in chunks of up to {plan['tokens_per_chunk']} tokens")
         columns = plan["fc2_columns_per_part"]
         print(f"FC2 and finalize in {plan['fc2_parts']} part(s) of {columns} columns")
 

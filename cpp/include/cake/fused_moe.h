@@ -61,6 +61,10 @@ struct Arguments {
   Device device;
   void* stream = nullptr;                 // cudaStream_t; CUDA only
   const CpuExecutor* executor = nullptr;  // CPU only; nullptr: one thread per core
+  // One arithmetic at every token count: a token's row has the same bits in every call. Without it
+  // that holds among the token counts of a plan. Environment variable CAKE_BATCH_INVARIANT=1, read
+  // once, does the same. The CPU has one arithmetic anyway.
+  bool batch_invariant = false;
 
   const void* input = nullptr;     // bf16 [T, H], row stride below
   int64_t input_stride = 0;        // elements
@@ -93,8 +97,8 @@ int64_t workspace_bytes(const Shape& shape, int32_t max_num_tokens);
 std::string workspace_table(const Shape& shape, int32_t num_tokens);
 
 // How a GPU runs a call with `num_tokens` tokens (at least 1) of kKimiK3: a JSON object of kernels,
-// pairs per tile and parts of the output columns.
-std::string plan_text(int32_t num_tokens);
+// pairs per tile, tokens per chunk and parts of the output columns.
+std::string plan_text(int32_t num_tokens, bool batch_invariant = false);
 
 // Makes `workspace` ready for calls with exactly `num_tokens` tokens: writes the default SiTU
 // constants on `stream`, loads the kernels and remembers address and size. Idempotent. Allocates
@@ -134,6 +138,10 @@ Status quantize_nvfp4(const QuantizeArguments& arguments);
 // Fills `out` with a pattern that names the code that ran: out[i] = 1000 * arch + i % 1000, where
 // arch is 0 on the CPU and the compute capability (90, 100, 103) of the cubin on a GPU.
 Status run_selftest(int32_t* out, int64_t count, Device device, void* stream);
+
+// Reads device memory, whole chunks of 16384 bytes of `bytes`, at the rate that the GPU can, and
+// drops it; for measuring that rate. `data` is aligned to 16 bytes. CUDA only.
+Status read_stream(const void* data, int64_t bytes, Device device, void* stream);
 
 // Whether a device of compute capability `major`.`minor` can execute `run` in this build.
 Status cuda_support(int32_t major, int32_t minor);

@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cake import bench, plot
+from cake.cli import main
+
+ROOT = Path(__file__).parent.parent
+RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
+CEILINGS = bench.Ceilings(read_bytes_per_s=4e12, matrix_flop_per_s=700e12, graph_node_us=0.5)
+
+
+def test_floor_is_the_larger_of_memory_and_matrix_time() -> None:
+    assert CEILINGS.floor_us(16, 1) == pytest.approx(16 * 2_322_432 / 4e12 * 1e6)
+    assert CEILINGS.floor_us(896, 16384) == pytest.approx(16384 * 16 * 8_257_536 / 700e12 * 1e6)
+
+
+def test_sizes_are_those_of_the_geometry() -> None:
+    hidden, rank = 3584, 384
+    weights = 2 * rank * hidden + hidden * rank
+    assert weights // 2 + weights // 16 == bench.EXPERT_BYTES
+    assert 2 * weights == bench.PAIR_FLOP
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_bench_without_a_gpu_says_what_it_needs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench"]) == 1
+    assert "--device cuda: expected a supported GPU" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--tokens", "0"], "--tokens: expected 1 to 16384, got 0"),
+        (["--json", "no/such/folder/file"], "--json: expected a file in an existing folder"),
+    ],
+)
+def test_bench_refuses(
+    options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", *options]) == 1
+    assert message in capsys.readouterr().err
+
+
+def some_report() -> dict[str, Any]:
+    results = [
+        {"tokens": t, "routing": r, "us": 20.0 + t, "floor_us": 10.0 + t}
+        for r in ("random", "zipf")
+        for t in (1, 8, 64)
+    ]
+    return {"device": "a GPU", "cake": {"version": "0"}, "results": results}
+
+
+def test_plot_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, image = tmp_path / "a.json", tmp_path / "a.png"
+    source.write_text(json.dumps(some_report()))
+    assert main(["plot", str(source), "--output", str(image)]) == 0
+    assert image.read_bytes().startswith(b"\x89PNG")
+    assert str(image) in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("content", ["", "{}", '{"results": []}', '{"results": [{"tokens": 1}]}'])
+def test_plot_refuses_other_files(
+    content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / "a.json"
+    source.write_text(content)
+    assert main(["plot", str(source), "--output", str(tmp_path / "a.png")]) == 1
+    assert "cake bench --json" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_bench_measures(tmp_path: Path) -> None:
+    output = tmp_path / "a.json"
+    assert main(["bench", "--tokens", "1", "400", "--json", str(output)]) == 0
+    report = plot.load(output)
+    for result in report["results"]:
+        assert 0 < result["fraction"] < 1.1
+        assert set(result["stages_us"]) >= {"cake_route_quantize", "cake_finalize"}
+
+
+def test_results_that_are_kept_can_be_read() -> None:
+    assert RESULTS
+    for path in RESULTS:
+        report = plot.load(path)
+        assert report["cake"]["commit"] and report["driver"] and report["torch"]
+
+
+def test_readme_has_the_newest_results() -> None:
+    script = ROOT / "benchmarks" / "readme_table.py"
+    result = subprocess.run(
+        [sys.executable, script, "--check"], capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
