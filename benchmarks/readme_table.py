@@ -8,17 +8,16 @@ import re
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parent.parent
-README = ROOT / "README.md"
 BEGIN, END = "<!-- times: benchmarks/readme_table.py -->\n", "<!-- end of times -->\n"
 
 
-def newest() -> Path:
+def newest(root: Path) -> Path | None:
     """Return the result of the complete benchmark that was measured last."""
-    return max((ROOT / "benchmarks" / "results").glob("*-all.json"), key=lambda p: p.name)
+    results = (root / "benchmarks" / "results").glob("*-all.json")
+    return max(results, key=lambda p: p.name, default=None)
 
 
-def table(path: Path) -> str:
+def table(path: Path, root: Path) -> str:
     """Return the README's text between the markers."""
     report: dict[str, Any] = json.loads(path.read_text())
     ceilings = report["ceilings"]
@@ -37,7 +36,7 @@ def table(path: Path) -> str:
             for r in rows
         ),
         "",
-        f"[All results]({path.relative_to(ROOT)}), [as a plot](docs/bench.png).",
+        f"[All results]({path.relative_to(root)}), [as a plot](docs/bench.png).",
     ]
     return "\n".join(lines) + "\n"
 
@@ -46,19 +45,23 @@ def main() -> int:
     """Write or check; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true")
-    check = parser.parse_args().check
-    text = README.read_text()
-    wanted = re.sub(
-        f"(?<={re.escape(BEGIN)}).*?(?={re.escape(END)})",
-        lambda _: table(newest()),
-        text,
-        flags=re.S,
-    )
-    if check:
+    parser.add_argument("--root", type=Path, default=Path(__file__).parent.parent)
+    arguments = parser.parse_args()
+    readme = arguments.root / "README.md"
+    text = readme.read_text()
+    path = newest(arguments.root)
+    found = re.search(f"{re.escape(BEGIN)}(.*?){re.escape(END)}", text, flags=re.S)
+    if path is None and found is None:
+        return 0
+    if path is None or found is None:
+        print("README.md: expected the markers of this table if and only if there are results")
+        return 1
+    wanted = text[: found.start(1)] + table(path, arguments.root) + text[found.end(1) :]
+    if arguments.check:
         if wanted != text:
             print("README.md: the table of times is not that of benchmarks/readme_table.py; run it")
         return int(wanted != text)
-    README.write_text(wanted)
+    readme.write_text(wanted)
     return 0
 
 

@@ -86,16 +86,47 @@ def test_bench_measures(tmp_path: Path) -> None:
         assert set(result["stages_us"]) >= {"cake_route_quantize", "cake_finalize"}
 
 
-def test_results_that_are_kept_can_be_read() -> None:
-    assert RESULTS
-    for path in RESULTS:
-        report = plot.load(path)
-        assert report["cake"]["commit"] and report["driver"] and report["torch"]
+@pytest.mark.parametrize("path", RESULTS, ids=lambda p: p.name)
+def test_results_that_are_kept_can_be_read(path: Path) -> None:
+    report = plot.load(path)
+    assert report["cake"]["commit"] and report["driver"] and report["torch"]
+
+
+def readme_table(root: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    script = ROOT / "benchmarks" / "readme_table.py"
+    return subprocess.run(
+        [sys.executable, script, "--root", root, *options],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
 
 
 def test_readme_has_the_newest_results() -> None:
-    script = ROOT / "benchmarks" / "readme_table.py"
-    result = subprocess.run(
-        [sys.executable, script, "--check"], capture_output=True, text=True, check=False
-    )
+    result = readme_table(ROOT, "--check")
     assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_readme_table_is_written_and_compared(tmp_path: Path) -> None:
+    results = tmp_path / "benchmarks" / "results"
+    results.mkdir(parents=True)
+    report = some_report() | {
+        "cake": {"version": "0", "commit": "abc"},
+        "torch": "2",
+        "driver": "5",
+        "date": "2026-01-01",
+        "ceilings": {"read_bytes_per_s": 4e12, "matrix_flop_per_s": 7e14},
+    }
+    for result in report["results"]:
+        result["fraction"] = result["floor_us"] / result["us"]
+    (results / "2026-01-01-all.json").write_text(json.dumps(report))
+    readme = tmp_path / "README.md"
+    readme.write_text("# a\n")
+    assert readme_table(tmp_path, "--check").returncode == 1  # results, but no place for them
+    begin, end = "<!-- times: benchmarks/readme_table.py -->\n", "<!-- end of times -->\n"
+    readme.write_text(f"# a\n{begin}{end}b\n")
+    assert readme_table(tmp_path, "--check").returncode == 1
+    assert readme_table(tmp_path).returncode == 0
+    assert "| 8 | 28.0 | 18.0 | 0.64 |" in readme.read_text()
+    assert readme.read_text().endswith(f"{end}b\n")
+    assert readme_table(tmp_path, "--check").returncode == 0
