@@ -3,8 +3,8 @@
 // In every CTA of a kernel launched here at least one thread calls ptx::griddepcontrol_wait(), so
 // that the end of a grid means the end of all before it. Before its wait a kernel reads only what
 // the grid before its predecessor, or an earlier one, wrote; a predecessor that is read past in
-// this way (FC1) releases its dependents after its own wait. Such data must not be read by the
-// non-coherent path (__ldg).
+// this way (FC1) releases its dependents after its own wait. Such
+// data is read past L1 (common/tile.cuh), which may hold what was there before.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -17,7 +17,7 @@
 
 #include "common/dequantize.cuh"
 #include "common/pipeline.cuh"
-#include "common/tile.h"
+#include "common/tile.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/wgmma.cuh"
 
@@ -70,7 +70,7 @@ struct DealtItems {
     return static_cast<int32_t>(blockIdx.x) + i * static_cast<int32_t>(gridDim.x);
   }
   __device__ __forceinline__ Tile tile(int32_t i) const {
-    return item(i) < num_tiles * per_tile ? tiles[item(i) / per_tile] : Tile{};
+    return item(i) < num_tiles * per_tile ? load_tile(tiles + item(i) / per_tile) : Tile{};
   }
   __device__ __forceinline__ int32_t part(int32_t i) const { return item(i) % per_tile; }
 };

@@ -196,7 +196,7 @@ class MmaWarp {
   // Gives back the stage, and after the last of its rows the scale buffer, that load() has read.
   __device__ __forceinline__ void release_stage(int32_t q, int32_t half, const HalfGroup& loaded) {
     release_loaded(shared_.empty[ring_.stage], lane_, loaded.codes[0][0].x, loaded.codes[0][1].x,
-                   loaded.codes[1][0].x, loaded.codes[1][1].x);
+                   loaded.codes[1][0].x, loaded.codes[1][1].x, loaded.scales[0], loaded.scales[1]);
     if (half == 1 && (q % Decode::kGroups % 4 == 3 || q + 1 == range_.end)) {
       release_loaded(shared_.scales_empty[scales_.stage], lane_, loaded.scales[0],
                      loaded.scales[1]);

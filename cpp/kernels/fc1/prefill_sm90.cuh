@@ -210,7 +210,7 @@ __device__ __forceinline__ void multiply_item(PrefillStorage& shared,
     if (k + 1 < Prefill::kUnits) {
       load(ring);
     }
-    ptx::wgmma_wait_group<0>();
+    ptx::wgmma_wait_all<N>(sums);
     release(shared.empty[stage], lane);
   }
 }

@@ -22,6 +22,7 @@
 
 #include "common/dequantize.cuh"
 #include "common/pipeline.cuh"
+#include "common/tile.cuh"
 #include "fc2/params.h"
 #include "ptx/bulk_copy.cuh"
 #include "ptx/mbarrier.cuh"
@@ -81,7 +82,7 @@ __device__ __forceinline__ void load_warp(const Params& params, DecodeStorage& s
   int32_t expert = 0;
   for (int32_t item = range.begin; item < range.end; ++item, cursor.advance(1)) {
     if (item == range.begin || cursor.block == 0) {
-      expert = params.tiles[cursor.tile].expert;
+      expert = load_tile(params.tiles + cursor.tile).expert;
     }
     const int64_t index =
         int64_t{expert} * Decode::kExpertBlocks + params.first_block + cursor.block;
@@ -143,7 +144,7 @@ __device__ __forceinline__ void mma_warp(const Params& params, DecodeStorage& sh
     const uint32_t stage = group + n % kGroupStages * Decode::kMmaGroups;
     if (cursor.tile != current) {
       current = cursor.tile;
-      const Tile tile = params.tiles[current];
+      const Tile tile = load_tile(params.tiles + current);
       count = tile.count;
       for (int j = 0; j < 2; ++j) {
         pair[j] = 2 * t + j < count ? params.expert_pairs[tile.first + 2 * t + j] : 0;
@@ -225,7 +226,7 @@ __global__ void __launch_bounds__(Decode::kThreads, 1)
   __syncthreads();
   ptx::griddepcontrol_launch_dependents();
   // Of items; item i is block i % num_blocks of tile i / num_blocks.
-  const Range range = cta_range(*params.num_tiles * params.num_blocks);
+  const Range range = cta_range(load_num_tiles(params.num_tiles) * params.num_blocks);
   if (warp < Decode::kMmaWarps) {
     ptx::griddepcontrol_wait();
     mma_warp(params, shared, range, warp, lane);

@@ -264,17 +264,17 @@ __device__ __forceinline__ void multiply_block(PrefillStorage& shared, const Mma
       ptx::mbarrier_wait(ptx::shared_address(&shared.pairs_full[pairs.stage]), pairs.parity);
     }
     load(k);
+    const uint32_t loaded = raw.codes[0].x | raw.codes[1].x | raw.scales[0] | raw.scales[1];
     Fragments fragments;
     // The compiler does not know that the slot is the same in all lanes; uniform registers have
     // room.
     const uint32_t unit =
         __shfl_sync(0xFFFFFFFFu, ptx::shared_address(&shared.pairs[pairs.stage]), 0);
     multiply_unit<N>(raw, unit, fragments, sums);
-    if (k + 1 == Prefill::kUnits) {  // the loads are in the fragments
-      release_loaded(shared.empty[stage_slot.stage], self.lane(), fragments.step[7][2],
-                     fragments.step[7][3]);
+    if (k + 1 == Prefill::kUnits) {
+      release_loaded(shared.empty[stage_slot.stage], self.lane(), loaded);
     }
-    ptx::wgmma_wait_group<0>();
+    ptx::wgmma_wait_all<N>(sums);
     if (self.use + 2 >= item.end_use) {  // the last one
       release(shared.pairs_empty[pairs.stage], self.lane());
     }
@@ -375,7 +375,7 @@ __global__ void __launch_bounds__(grouped_mma::kThreads, 1)
     return;
   }
   ptx::setmaxnreg_dec<kOtherRegisters>();
-  const DealtItems items{params.tiles, *params.num_tiles, parts};
+  const DealtItems items{params.tiles, load_num_tiles(params.num_tiles), parts};
   if (warp < kMmaWarps + Prefill::kUnpackWarps) {
     ptx::griddepcontrol_wait();
     unpack_warps(params, shared, items, static_cast<int32_t>(threadIdx.x) - kMmaWarps * 32);

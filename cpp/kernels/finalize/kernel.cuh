@@ -32,14 +32,15 @@ struct Params {
 __device__ __forceinline__ float slot_weight(const Params& params, int32_t pair) {
   if (params.weights_are_float32) {
     return __bfloat162float(
-        __float2bfloat16_rn(static_cast<const float*>(params.topk_weights)[pair]));
+        __float2bfloat16_rn(__ldcg(static_cast<const float*>(params.topk_weights) + pair)));
   }
-  return __bfloat162float(static_cast<const __nv_bfloat16*>(params.topk_weights)[pair]);
+  return __bfloat162float(__ldcg(static_cast<const __nv_bfloat16*>(params.topk_weights) + pair));
 }
 
 __device__ __forceinline__ bool slot_used(const Params& params, int32_t pair) {
-  const int64_t id = params.ids_are_int64 ? static_cast<const int64_t*>(params.topk_ids)[pair]
-                                          : static_cast<const int32_t*>(params.topk_ids)[pair];
+  const int64_t id = params.ids_are_int64
+                         ? __ldcg(static_cast<const int64_t*>(params.topk_ids) + pair)
+                         : __ldcg(static_cast<const int32_t*>(params.topk_ids) + pair);
   return id >= 0 && id < params.num_experts;
 }
 
@@ -52,7 +53,7 @@ __global__ void __launch_bounds__(kThreads) cake_finalize(const __grid_constant_
   const int32_t column = thread % token_threads * kColumns;
   // A warp has threads of two tokens at most: lanes 0 .. 15 look up the slots of the first, the
   // others those of the second. Ids and weights are the caller's: ordered before routing, which
-  // ended before FC2 began.
+  // ended before FC2 began; read past L1, which may hold older ones.
   const int32_t first_token = (thread - lane) / token_threads;
   const int32_t looked_up = first_token + lane / kTopK;
   float weight = 0.0f;

@@ -21,6 +21,17 @@ __device__ __forceinline__ void wgmma_wait_group() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
+// Waits for all groups; the sums of N columns are read after it, never before, which the compiler
+// would not know from the wait alone.
+template <int N, int kSums>
+__device__ __forceinline__ void wgmma_wait_all(float (&sums)[kSums]) {
+  wgmma_wait_group<0>();
+#pragma unroll
+  for (int i = 0; i < N / 2; ++i) {
+    asm volatile("" : "+f"(sums[i])::"memory");
+  }
+}
+
 // Shared memory matrix of 128-byte rows (K contiguous), 128-byte swizzle, 8-row groups of 1024
 // bytes.
 __device__ __forceinline__ uint64_t wgmma_descriptor_swizzle128(uint32_t address) {
