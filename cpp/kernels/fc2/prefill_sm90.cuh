@@ -264,16 +264,16 @@ __device__ __forceinline__ void multiply_block(PrefillStorage& shared, const Mma
       ptx::mbarrier_wait(ptx::shared_address(&shared.pairs_full[pairs.stage]), pairs.parity);
     }
     load(k);
-    const uint32_t loaded = raw.codes[0].x | raw.codes[1].x | raw.scales[0] | raw.scales[1];
+    if (k + 1 == Prefill::kUnits) {
+      release_loaded(shared.empty[stage_slot.stage], self.lane(), raw.codes[0].x, raw.codes[1].x,
+                     raw.scales[0], raw.scales[1]);
+    }
     Fragments fragments;
     // The compiler does not know that the slot is the same in all lanes; uniform registers have
     // room.
     const uint32_t unit =
         __shfl_sync(0xFFFFFFFFu, ptx::shared_address(&shared.pairs[pairs.stage]), 0);
     multiply_unit<N>(raw, unit, fragments, sums);
-    if (k + 1 == Prefill::kUnits) {
-      release_loaded(shared.empty[stage_slot.stage], self.lane(), loaded);
-    }
     ptx::wgmma_wait_all<N>(sums);
     if (self.use + 2 >= item.end_use) {  // the last one
       release(shared.pairs_empty[pairs.stage], self.lane());
