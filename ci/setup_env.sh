@@ -136,7 +136,8 @@ with open(sys.argv[1], "rb") as file:
 def resolve(name):
     for item in extras[name]:
         if item.startswith("cake-moe["):
-            yield from resolve(item[len("cake-moe[") : -1])
+            for other in item[len("cake-moe[") : -1].split(","):
+                yield from resolve(other)
         else:
             yield item
 
