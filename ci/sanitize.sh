@@ -1,0 +1,150 @@
+#!/usr/bin/env bash
+# Runs the fused operation under NVIDIA's compute-sanitizer: bash ci/sanitize.sh [TOOL | T]...
+#
+#   bash ci/sanitize.sh                     every tool on every T, one process each
+#   bash ci/sanitize.sh racecheck 3 129     this tool on these T
+#
+# Tools: memcheck racecheck synccheck initcheck. The token counts cover every kernel and plan of
+# the operation:
+#
+#      3  decode kernels, one CTA routes
+#    129  decode kernels, a cluster routes; input rows that are not aligned to 16 bytes
+#    360  prefill kernels
+#   1300  prefill kernels, FC2 in two parts
+#
+# Prints one line for each tool and T. Exit status: 0 without errors; 1 when a tool reports an error
+# (of racecheck: a hazard that is an error, not a warning) or a run fails, whose log is then kept;
+# 2 when there is nothing to run: no compute-sanitizer, no supported GPU, no cake.
+#
+# Needs a supported GPU, compute-sanitizer of the CUDA toolkit (in PATH, in $CUDA_HOME/bin, or named
+# in COMPUTE_SANITIZER) and a python3 that can import cake. A run that takes longer than
+# CAKE_SANITIZE_SECONDS (600) has failed. Sources need not be at hand; a library built with
+# -DCAKE_LINEINFO=ON makes reports name their lines.
+set -euo pipefail
+
+TOOLS=(memcheck racecheck synccheck initcheck)
+# T, the kernels and the parts of FC2 it is there for, elements between the rows of the input.
+CASES=("3 decode 1 0" "129 decode 1 1" "360 prefill 1 0" "1300 prefill 2 0")
+
+ONE_CALL='
+import json
+import sys
+
+import torch
+
+import cake
+from cake.check import Batch, Call, Layer, make_batch
+from cake.testing import synthetic
+
+tokens, kernels, parts, gap = int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+plan = json.loads(torch.ops.cake.plan(tokens))
+if (plan["kernels"], plan["fc2_parts"]) != (kernels, parts):
+    sys.exit(f"{tokens} tokens no longer lead to {kernels} kernels and {parts} parts: {plan}")
+gpu = torch.device("cuda")
+call = Call(
+    Layer(*synthetic.fill_random_prepared(0)).to(gpu), make_batch(tokens, "random", 0).to(gpu)
+)
+# Memory that was never written, so that initcheck sees what is read too early.
+call.workspace = torch.empty_like(call.workspace)
+call.output = torch.empty_like(call.output)
+cake.cake_fused_moe_prepare_workspace(call.workspace, tokens)
+batch = call.batch
+rows = batch.tokens.new_empty(tokens, batch.tokens.shape[1] + gap)[:, : batch.tokens.shape[1]]
+call.batch = Batch(rows.copy_(batch.tokens), batch.topk_ids, batch.topk_weights)
+call.run()
+torch.cuda.synchronize()
+'
+
+cannot() {
+  printf 'ci/sanitize.sh cannot run: %s\n' "$*" >&2
+  exit 2
+}
+
+find_sanitizer() {
+  local candidate
+  for candidate in "${COMPUTE_SANITIZER:-compute-sanitizer}" \
+    "${CUDA_HOME:-/usr/local/cuda}/bin/compute-sanitizer"; do
+    command -v "$candidate" && return
+  done
+  return 1
+}
+
+# contains WORD WORD...: whether the first is among the others.
+contains() {
+  local word
+  for word in "${@:2}"; do
+    [[ "$word" != "$1" ]] || return 0
+  done
+  return 1
+}
+
+tools=() counts=()
+for word in "$@"; do
+  if contains "$word" "${TOOLS[@]}"; then
+    tools+=("$word")
+  elif contains "$word" "${CASES[@]%% *}"; then
+    counts+=("$word")
+  else
+    cannot "expected ${TOOLS[*]} or ${CASES[*]%% *}, got $word"
+  fi
+done
+((${#tools[@]})) || tools=("${TOOLS[@]}")
+((${#counts[@]})) || counts=("${CASES[@]%% *}")
+
+sanitizer="$(find_sanitizer)" ||
+  cannot "no compute-sanitizer: install the CUDA toolkit, or name the program in COMPUTE_SANITIZER"
+unset CAKE_BATCH_INVARIANT # it would turn the decode kernels off
+reason="$(python3 -c 'import cake' 2>&1)" ||
+  cannot "python3 cannot import cake: ${reason##*$'\n'}"
+reason="$(python3 -c '
+import sys, cake
+supported, reason = cake.is_supported("cuda")
+print(reason)
+sys.exit(not supported)')" || cannot "no supported GPU: ${reason:-python3 says no more}"
+
+# Every tensor in an allocation of its own: reads beyond its end are then seen, and so are reads of
+# what its memory held before.
+export PYTORCH_NO_CUDA_MEMORY_CACHING=1
+
+logs="$(mktemp -d)"
+
+# sanitize TOOL T KERNELS PARTS GAP: one run; prints its line.
+sanitize() {
+  local tool="$1" log="$logs/$1-$2.log" code=0 began=$SECONDS errors verdict
+  # torch tries calls that a driver may not have; those of the operation are checked by itself.
+  timeout --kill-after=10 "${CAKE_SANITIZE_SECONDS:-600}" \
+    "$sanitizer" --tool "$tool" --error-exitcode 1 --report-api-errors no \
+    --target-processes application-only python3 -c "$ONE_CALL" "${@:2}" >"$log" 2>&1 || code=$?
+  # "ERROR SUMMARY: 0 errors", "RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)"
+  errors="$(sed -nE 's/.* SUMMARY: (.*[^0-9])?([0-9]+) errors?.*/\2/p' "$log" | tail -n 1)"
+  if ((code == 124 || code == 137)); then
+    verdict="FAILED: stopped after ${CAKE_SANITIZE_SECONDS:-600} s"
+  elif [[ -z "$errors" ]]; then
+    verdict="FAILED: exit status $code and no summary"
+  elif ((errors)); then
+    verdict="FAILED: $errors errors"
+  elif ((code)); then
+    verdict="FAILED: exit status $code"
+  else
+    verdict="ok"
+  fi
+  printf '%-10s T=%-5d %s (%d s)\n' "$tool" "$2" "$verdict" $((SECONDS - began))
+  [[ "$verdict" == ok ]]
+}
+
+failed=0
+for tool in "${tools[@]}"; do
+  for case in "${CASES[@]}"; do
+    read -r tokens kernels parts gap <<<"$case"
+    if contains "$tokens" "${counts[@]}"; then
+      sanitize "$tool" "$tokens" "$kernels" "$parts" "$gap" || failed=1
+    fi
+  done
+done
+
+if ((failed)); then
+  printf 'Logs: %s\n' "$logs" >&2
+else
+  rm -rf "$logs"
+fi
+exit "$failed"
