@@ -1,4 +1,4 @@
-"""The `cake` command: info, demo, check, bench and plot."""
+"""The `cake` command: info, demo, check, bench, plot and convert."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from cake import bench, check, demo, info, plot
+from cake import bench, check, convert, demo, info, plot
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,6 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     check.add_command(commands)
     bench.add_command(commands)
     plot.add_command(commands)
+    convert.add_command(commands)
     arguments = parser.parse_args(argv)
     try:
         return int(arguments.run(arguments))
