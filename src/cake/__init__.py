@@ -14,6 +14,7 @@ from cake.api import (
 )
 from cake.config import ActivationType, QuantConfig, QuantFormat, SiTU, TrtllmFp4Config
 from cake.errors import DTypeError, UnsupportedError
+from cake.module import SharedWorkspace, SiTUExperts
 from cake.support import is_supported
 
 __version__: str = build_info()["version"]
@@ -23,7 +24,9 @@ __all__ = [
     "DTypeError",
     "QuantConfig",
     "QuantFormat",
+    "SharedWorkspace",
     "SiTU",
+    "SiTUExperts",
     "TrtllmFp4Config",
     "UnsupportedError",
     "__version__",
