@@ -66,7 +66,18 @@ def test_plot_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert str(image) in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("content", ["", "{}", '{"results": []}', '{"results": [{"tokens": 1}]}'])
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "{}",
+        '{"results": []}',
+        '{"results": [{"tokens": 1}]}',
+        '{"results": [{"tokens": 1, "us": 1, "floor_us": 1, "routing": "random"}]}',
+        json.dumps(some_report() | {"results": [{"tokens": 1, "us": 0, "floor_us": 1}]}),
+        json.dumps(some_report() | {"results": [{"tokens": "x", "us": 1, "floor_us": 1}]}),
+    ],
+)
 def test_plot_refuses_other_files(
     content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

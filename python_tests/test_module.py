@@ -334,13 +334,13 @@ def test_a_wrong_refit_writes_nothing(count: int, hidden: int, expert: Any, mess
 
 def test_from_modelopt_and_from_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = ModelOptLayer(*small(), 1.0, torch.ones(6))
-    files = {("f", "cpu"): layer}
-    loader = SimpleNamespace(load_layer=lambda path, *, device: files[path, device])
+    want = {"device": "cpu", "expected_tp_rank": 3}
+    loader = SimpleNamespace(load_layer=lambda path, **o: {"f": layer}[path] if o == want else None)
     monkeypatch.setitem(sys.modules, "cake.checkpoint", loader)
-    options: dict[str, Any] = {"token_counts": [2], "batch_invariant": True}
+    options: Any = {"token_counts": [2], "batch_invariant": True}
     for module in (
         SiTUExperts.from_modelopt(layer, **options),
-        SiTUExperts.from_checkpoint("f", device="cpu", **options),
+        SiTUExperts.from_checkpoint("f", device="cpu", expected_tp_rank=3, **options),
     ):
         assert module.w13 is layer.weights.w13 and module.quant_scales[4] is layer.weights.w2_sf
         assert module.workspace.token_counts == {2} and module.batch_invariant

@@ -208,11 +208,18 @@ def report(
 def add_command(commands: Subparsers) -> None:
     """Add the parser of `cake bench`."""
     parser = commands.add_parser("bench", help="time the operation on this machine's GPU")
-    parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS, metavar="T")
+    parser.add_argument(
+        "--tokens",
+        type=int,
+        nargs="+",
+        default=TOKENS,
+        metavar="T",
+        help="default: the powers of two from 1 to 16384",
+    )
     parser.add_argument(
         "--routing", nargs="+", default=("random",), choices=synthetic.ROUTINGS, metavar="KIND"
     )
-    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--device", default="cuda", help="default: cuda")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
     parser.add_argument("--no-stages", action="store_true", help="leave out the times of kernels")
     parser.add_argument(
@@ -229,8 +236,10 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json is not None and not arguments.json.absolute().parent.is_dir():
         raise ValueError(f"--json: expected a file in an existing folder, got {arguments.json}")
     device = torch.device(arguments.device)
+    if device.type != "cuda":
+        raise ValueError(f"--device: expected a supported GPU, got {arguments.device}")
     supported, reason = support.is_supported(device)
-    if device.type != "cuda" or not supported:
+    if not supported:
         raise ValueError(f"--device {arguments.device}: expected a supported GPU: {reason}")
     with torch.cuda.device(device):
         ceilings = measure_ceilings(device)

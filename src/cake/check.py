@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from cake.info import Subparsers
     from cake.prepared_weights import PreparedWeights
 
-TOKENS = (1, 2, 3, 8, 16, 33, 64, 127, 256, 300, 512, 1024, 1025, 2048)
+TOKENS = (1, 2, 3, 8, 16, 33, 64, 127, 129, 256, 352, 353, 512, 1024, 1025, 2048)
 ROUTINGS: tuple[synthetic.Routing, ...] = synthetic.ROUTINGS
 _ROUTING_TOKENS = 40
 _REPEATS = 10
@@ -178,10 +178,19 @@ def check_case(
 def add_command(commands: Subparsers) -> None:
     """Add the parser of `cake check`."""
     parser = commands.add_parser("check", help="compare this machine's GPU with the exact CPU path")
-    parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS, metavar="T")
-    parser.add_argument("--routing", nargs="+", default=ROUTINGS, choices=ROUTINGS)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", default="cuda")
+    parser.add_argument(
+        "--tokens",
+        type=int,
+        nargs="+",
+        default=TOKENS,
+        metavar="T",
+        help="default: 16 counts up to 2048",
+    )
+    parser.add_argument(
+        "--routing", nargs="+", default=ROUTINGS, choices=ROUTINGS, help="default: all"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="default: 0")
+    parser.add_argument("--device", default="cuda", help="default: cuda")
     parser.set_defaults(run=run)
 
 

@@ -262,7 +262,8 @@ def _weight_map(directory: Path) -> dict[str, str]:
             raise ValueError(
                 f"{index}: expected JSON with a weight_map: {error!r}; download it again"
             ) from None
-    layers = sorted(directory.glob("layer-*-tp-*-of-*.safetensors"))
+    # Prepared layers beside a checkpoint are nothing to complain of.
+    layers = [] if single.is_file() else sorted(directory.glob("layer-*-tp-*-of-*.safetensors"))
     for path in [directory] if directory.is_file() else [single, *layers]:
         if path.is_file() and (open_safetensors(path).metadata() or {}).get("format") == FORMAT:
             raise ValueError(

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 _COMPRESSED = ("weight_packed", "weight_scale", "weight_global_scale", "input_global_scale")
 _DTYPES = {"weight": "U8", "weight_scale": "F8_E4M3", "weight_scale_2": "F32", "input_scale": "F32"}
 _MAX_MAPPED = 32 << 20  # bytes
+_RUNS = (support.KIMI_K3.num_experts, support.KIMI_K3.hidden, support.KIMI_K3.intermediate)
 
 _Header = tuple[str, tuple[int, ...]]  # dtype as safetensors writes it, shape
 
@@ -293,6 +294,12 @@ def _is_prepared(path: Path, source: Mapping[str, str]) -> bool:
     return wanted.items() <= metadata.items()
 
 
+def _sizes(path: Path) -> tuple[int, ...]:
+    """Give experts, hidden and intermediate size of a prepared layer."""
+    metadata = open_safetensors(path).metadata()
+    return tuple(int(metadata[key]) for key in ("num_experts", "hidden", "intermediate"))
+
+
 def peak_memory() -> int:
     """Return the largest resident size of this process so far, in bytes."""
     # Not getrusage: its ru_maxrss begins with that of the program that started this one.
@@ -307,9 +314,23 @@ def add_command(commands: Subparsers) -> None:
     )
     parser.add_argument("source", type=Path, metavar="SRC", help="folder of the checkpoint")
     parser.add_argument("destination", type=Path, metavar="DST", help="folder to write to")
-    parser.add_argument("--layer", type=int, nargs="+", required=True, metavar="L")
-    parser.add_argument("--tp-rank", type=int, required=True, metavar="R")
-    parser.add_argument("--tp-size", type=int, default=support.TP_SIZE, metavar="N")
+    parser.add_argument(
+        "--layer",
+        type=int,
+        nargs="+",
+        action="extend",
+        required=True,
+        metavar="L",
+        help="layers to convert, for example $(seq 1 60)",
+    )
+    parser.add_argument("--tp-rank", type=int, required=True, metavar="R", help="part, from 0")
+    parser.add_argument(
+        "--tp-size",
+        type=int,
+        default=support.TP_SIZE,
+        metavar="N",
+        help="number of parts; the operation runs parts of 8, the default",
+    )
     parser.add_argument(
         "--missing-input-scale",
         choices=("error", "max"),
@@ -349,6 +370,8 @@ def run(arguments: argparse.Namespace) -> int:
             )
             done = f"{path.stat().st_size / 1e6:,.1f} MB in {time.perf_counter() - start:.1f} s"
             print(f"layer {layer}: {path}: {done if converted else 'up to date, skipped'}")
+        if (sizes := _sizes(path)) != _RUNS:
+            print(f"note: experts, hidden and intermediate size are {sizes}; only {_RUNS} runs")
     finally:
         torch.set_num_threads(threads)
     print(f"peak memory: {peak_memory() / 1e6:,.0f} MB")

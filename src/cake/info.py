@@ -126,7 +126,7 @@ def _print_workspace(num_tokens: int, regions: list[dict[str, Any]]) -> None:
     plan = gpu_plan(num_tokens)
     if plan is not None:
         print(
-            f"\nPlan on a GPU: {plan['kernels']} kernels, up to {plan['tile_pairs']} pairs a tile;"
+            f"\nPlan on a GPU: {plan['kernels']} kernels, up to {plan['tile_pairs']} pairs a tile"
         )
         if plan["tokens_per_chunk"] < num_tokens:
             print(f"in chunks of up to {plan['tokens_per_chunk']} tokens")

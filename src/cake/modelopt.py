@@ -272,7 +272,10 @@ def _expert_names(tensors: Iterable[str]) -> _Names:
             )
         key = (int(expert), _PROJECTIONS[projection], kind)
         if key in names and prefix in prefixes:
-            raise ValueError(f"{name}: expected one name for this tensor, also got {names[key]}")
+            raise ValueError(
+                f"{name}: expected one name for this tensor, also got {names[key]}; pass the "
+                "tensors of one layer"
+            )
         prefixes.add(prefix)
         names[key] = name
     if len(prefixes) > 1:

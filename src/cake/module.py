@@ -166,12 +166,14 @@ class SiTUExperts(nn.Module):
         path: str | os.PathLike[str],
         *,
         device: torch.device | str | None = None,
+        expected_tp_rank: int | None = None,
         **options: Any,
     ) -> SiTUExperts:
         """Load a layer by `cake.checkpoint.load_layer`; `options` are the constructor's."""
         from cake.checkpoint import load_layer
 
-        return cls.from_modelopt(load_layer(path, device=device), **options)
+        layer = load_layer(path, device=device, expected_tp_rank=expected_tp_rank)
+        return cls.from_modelopt(layer, **options)
 
     @property
     def weights(self) -> PreparedWeights:

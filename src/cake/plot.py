@@ -23,7 +23,11 @@ def load(path: Path) -> dict[str, Any]:
         report = json.loads(path.read_text())
         if not report["results"]:
             raise ValueError("no results")
-        _ = [(r["tokens"], r["us"], r["floor_us"], r["routing"]) for r in report["results"]]
+        _ = report["cake"]["version"], report["device"]
+        for r in report["results"]:
+            if int(r["tokens"]) < 1 or min(float(r["us"]), float(r["floor_us"])) <= 0:
+                raise ValueError(f"no times: {r}")
+            _ = str(r["routing"])
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"{path}: expected a file that `cake bench --json` wrote: {error}"
@@ -97,7 +101,13 @@ def add_command(commands: Subparsers) -> None:
     """Add the parser of `cake plot`."""
     parser = commands.add_parser("plot", help="draw files of cake bench")
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
-    parser.add_argument("--output", type=Path, default=Path("bench.png"), metavar="IMAGE")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("bench.png"),
+        metavar="IMAGE",
+        help="default: bench.png; the suffix says the format",
+    )
     parser.set_defaults(run=run)
 
 
