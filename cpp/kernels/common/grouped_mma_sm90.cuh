@@ -50,6 +50,15 @@ static_assert(kMmaWarps * kMmaRegisters + kOtherWarps * kOtherRegisters <=
                   (kMmaWarps + kOtherWarps) * 96,
               "too many registers");
 
+// A kernel's dynamic shared memory as its storage, at an address that the swizzle can count on.
+template <class Storage>
+__device__ __forceinline__ Storage& swizzled_storage(uint8_t* memory) {
+  if (ptx::shared_address(memory) % 1024 != 0) {
+    __trap();
+  }
+  return *reinterpret_cast<Storage*>(memory);
+}
+
 // Stage and parity of the n-th use of a ring.
 template <int kStages>
 struct Slot {

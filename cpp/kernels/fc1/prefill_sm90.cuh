@@ -290,10 +290,7 @@ __global__ void __launch_bounds__(grouped_mma::kThreads, 1)
 #else
   using namespace grouped_mma;
   extern __shared__ __align__(1024) uint8_t fc1_prefill_storage[];
-  PrefillStorage& shared = *reinterpret_cast<PrefillStorage*>(fc1_prefill_storage);
-  if (ptx::shared_address(&shared) % 1024 != 0) {
-    __trap();  // the swizzle counts on it
-  }
+  PrefillStorage& shared = swizzled_storage<PrefillStorage>(fc1_prefill_storage);
   const auto warp = static_cast<int32_t>(threadIdx.x / 32);
   const auto lane = static_cast<int32_t>(threadIdx.x % 32);
   if (threadIdx.x == 0) {

@@ -11,11 +11,6 @@ __device__ __forceinline__ void bar_sync(int32_t id, int32_t threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// Comes to barrier `id` without waiting.
-__device__ __forceinline__ void bar_arrive(int32_t id, int32_t threads) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-
 // Makes this thread's writes to shared memory visible to wgmma and bulk copies.
 __device__ __forceinline__ void fence_proxy_async() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
