@@ -203,10 +203,7 @@ def _cases(
 
 def run(arguments: argparse.Namespace) -> int:
     """Run `cake check`."""
-    device = torch.device(arguments.device)
-    supported, reason = support.is_supported(device)
-    if device.type != "cuda" or not supported:
-        raise ValueError(f"--device {arguments.device}: expected a supported GPU: {reason}")
+    device = support.require_gpu("--device", arguments.device)
     cpu = Layer(*synthetic.fill_random_prepared(arguments.seed))
     gpu = cpu.to(device)
     failures = 0

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ._library import build_info
-from .modelopt import _PROJECTIONS, ModelOptLayer
+from .modelopt import PROJECTIONS, ModelOptLayer
 from .prepared_weights import PreparedWeights, check_tensor
 
 FORMAT = "cake-prepared-layer"
@@ -31,7 +31,7 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 # Groups: layer, kind.
 EXPERT_NAME = re.compile(
     r"(?:.*\.)?layers\.(\d+)\.(?:mlp|block_sparse_moe)\.experts\.\d+\."
-    rf"(?:{'|'.join(_PROJECTIONS)})\.(.+)"
+    rf"(?:{'|'.join(PROJECTIONS)})\.(.+)"
 )
 
 _EXPERT_COUNTS = ("n_routed_experts", "num_experts", "num_local_experts")  # in config.json

@@ -35,7 +35,7 @@ from .checkpoint import (
 )
 from .errors import DTypeError, UnsupportedError
 from .layout import check_geometry
-from .modelopt import _KINDS, _expert_names, _keys, prepare_modelopt_layer
+from .modelopt import KINDS, expert_keys, expert_names, prepare_modelopt_layer
 from .prepared_weights import PreparedWeights, decode_scales
 from .quantize import BLOCK
 
@@ -89,10 +89,10 @@ class RankTensors(Mapping[str, Tensor]):
         for name in self._headers:
             base, _, kind = name.rpartition(".")
             stored[f"{base}.{kinds[kind]}"] = name
-        names = _expert_names(stored)
+        names = expert_names(stored)
         count = checkpoint.num_experts or 1 + max(expert for expert, _, _ in names)
         for kind, ours in kinds.items():
-            absent = [key for key in _keys(count, ours) if key not in names]
+            absent = [key for key in expert_keys(count, ours) if key not in names]
             if absent and ours != "input_scale":
                 raise ValueError(
                     f"{where}: expected {kind} of 3 projections of experts 0 .. {count - 1}, got "
@@ -195,7 +195,7 @@ def _kinds(where: str, headers: Mapping[str, _Header]) -> dict[str, str]:
         for name, (dtype, _) in headers.items()
         if (match := EXPERT_NAME.fullmatch(name))
     }
-    kinds = dict(zip(_COMPRESSED if "weight_packed" in dtypes else _KINDS, _KINDS, strict=True))
+    kinds = dict(zip(_COMPRESSED if "weight_packed" in dtypes else KINDS, KINDS, strict=True))
     scaled = not {"weight_scale_2", "weight_global_scale"}.isdisjoint(dtypes)
     if not scaled or dtypes.keys() - kinds.keys():
         mxfp4 = not scaled and dtypes.get("weight_scale") in ("U8", "F8_E8M0")

@@ -28,7 +28,7 @@ from .weights import check_block_scales, expert_range, prepare_quantized_expert
 
 Projection = Literal["gate", "up", "down"]
 
-_PROJECTIONS: dict[str, Projection] = {
+PROJECTIONS: dict[str, Projection] = {
     "gate_proj": "gate",
     "up_proj": "up",
     "down_proj": "down",
@@ -36,8 +36,8 @@ _PROJECTIONS: dict[str, Projection] = {
     "w3": "up",
     "w2": "down",
 }
-_KINDS = ("weight", "weight_scale", "weight_scale_2", "input_scale")
-_NAME = re.compile(rf"(|.*\.)experts\.(\d+)\.({'|'.join(_PROJECTIONS)})\.(.+)")
+KINDS = ("weight", "weight_scale", "weight_scale_2", "input_scale")
+_NAME = re.compile(rf"(|.*\.)experts\.(\d+)\.({'|'.join(PROJECTIONS)})\.(.+)")
 
 # (expert, projection, kind) -> name in the checkpoint
 _Names = dict[tuple[int, Projection, str], str]
@@ -131,12 +131,14 @@ def prepare_modelopt_layer(
         raise ValueError(
             f"missing_input_scale: expected 'error' or 'max', got {missing_input_scale!r}"
         )
-    names = _expert_names(tensors)
+    names = expert_names(tensors)
     experts = _count_experts(names, num_experts)
     dx, da = _activation_scales(tensors, names, experts, missing_input_scale)
     if not per_expert_input_scale:
         da = da.max().expand(experts).clone()
-    weight_scale = {key: _scalar(tensors, names, key) for key in _keys(experts, "weight_scale_2")}
+    weight_scale = {
+        key: _scalar(tensors, names, key) for key in expert_keys(experts, "weight_scale_2")
+    }
 
     first_name = names[0, "gate", "weight"]
     first = tensors[first_name]
@@ -251,12 +253,13 @@ def unify_gate_up(w13_sf: Tensor, w13_scale_2: Tensor) -> tuple[Tensor, Tensor]:
     return e4m3_encode((halves * ratio[:, :, None, None]).reshape(sf.shape)), common
 
 
-def _keys(experts: int, kind: str) -> Iterable[tuple[int, Projection, str]]:
+def expert_keys(experts: int, kind: str) -> Iterable[tuple[int, Projection, str]]:
+    """Give the keys of one kind of all projections of all experts."""
     projections: tuple[Projection, ...] = ("gate", "up", "down")
     return ((e, projection, kind) for e in range(experts) for projection in projections)
 
 
-def _expert_names(tensors: Iterable[str]) -> _Names:
+def expert_names(tensors: Iterable[str]) -> _Names:
     """Find the expert tensors of one layer by name."""
     names: _Names = {}
     prefixes: set[str] = set()
@@ -265,12 +268,12 @@ def _expert_names(tensors: Iterable[str]) -> _Names:
         if match is None:
             continue
         prefix, expert, projection, kind = match.groups()
-        if kind not in _KINDS:
+        if kind not in KINDS:
             raise UnsupportedError(
-                f"{name}: expected one of {', '.join(_KINDS)} (ModelOpt NVFP4); weight_packed "
+                f"{name}: expected one of {', '.join(KINDS)} (ModelOpt NVFP4); weight_packed "
                 "and *_global_scale are compressed-tensors, whose global scales are reciprocals"
             )
-        key = (int(expert), _PROJECTIONS[projection], kind)
+        key = (int(expert), PROJECTIONS[projection], kind)
         if key in names and prefix in prefixes:
             raise ValueError(
                 f"{name}: expected one name for this tensor, also got {names[key]}; pass the "
@@ -296,7 +299,7 @@ def _count_experts(names: _Names, num_experts: int | None) -> int:
             f"tensors: expected experts 0 .. {experts - 1}, got {len(found)} experts {what}"
         )
     for kind in ("weight", "weight_scale", "weight_scale_2"):
-        for key in _keys(experts, kind):
+        for key in expert_keys(experts, kind):
             if key not in names:
                 raise ValueError(
                     f"tensors: expected {kind} of the {key[1]} projection of expert {key[0]}, "
@@ -321,7 +324,7 @@ def _activation_scales(
     tensors: Mapping[str, Tensor], names: _Names, experts: int, missing: Literal["error", "max"]
 ) -> tuple[float, Tensor]:
     """Read all input scales: dX, the largest of gate and up, and dA of each expert, float32 [E]."""
-    keys = list(_keys(experts, "input_scale"))
+    keys = list(expert_keys(experts, "input_scale"))
     absent = [key for key in keys if key not in names]
     if absent and missing == "error":
         expert, projection, _ = absent[0]

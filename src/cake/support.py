@@ -60,3 +60,19 @@ def is_supported(device: torch.device | str | int | None = None) -> tuple[bool, 
         return False, f"device: expected an index below {torch.cuda.device_count()}, got {device}"
     reason = str(torch.ops.cake.cuda_support(*torch.cuda.get_device_capability(device)))
     return not reason, reason or f"{torch.cuda.get_device_name(device)}: native kernels"
+
+
+def require_gpu(option: str, name: str) -> torch.device:
+    """Return the CUDA device of this name, which runs the fused operation.
+
+    Raises
+    ------
+    ValueError
+        It does not; the message begins with `option` and says why.
+    """
+    supported, reason = is_supported(name)
+    if supported and torch.device(name).type != "cuda":
+        supported, reason = False, f"device: {name} is none"
+    if not supported:
+        raise ValueError(f"{option} {name}: expected a supported GPU: {reason}")
+    return torch.device(name)
