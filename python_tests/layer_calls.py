@@ -19,6 +19,21 @@ H, I, E, K = 3584, 384, 896, 16  # noqa: E741
 
 Call = dict[str, Any]
 
+GPU = torch.device("cuda")
+
+
+def gpus_that_run() -> int:
+    """How many GPUs must run the fused operation, by what they are, whatever cake says of them."""
+    if not cake.build_info()["cuda_architectures"]:
+        return 0  # built without CUDA
+    devices = range(torch.cuda.device_count())
+    return sum(torch.cuda.get_device_capability(i) == (9, 0) for i in devices)
+
+
+NEEDS_GPU = pytest.mark.skipif(
+    gpus_that_run() < 1, reason="needs a GPU that runs the fused operation"
+)
+
 SIZE_ARGUMENTS: Call = {
     "max_num_tokens": 2,
     "hidden_size": H,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from conftest import Golden
+from layer_calls import NEEDS_GPU, gpus_that_run
 from torch import Tensor
 
 import cake
@@ -114,10 +115,17 @@ def test_selftest_names_the_cubin_of_this_gpu() -> None:
     assert torch.equal(out.cpu(), expected)
 
 
-def test_unsupported_device_is_refused_by_name() -> None:
+@NEEDS_GPU
+def test_gpus_that_run_are_supported() -> None:
     supported, reason = cake.is_supported("cuda")
-    if supported:
+    assert supported and torch.cuda.get_device_name() in reason
+
+
+def test_unsupported_device_is_refused_by_name() -> None:
+    if gpus_that_run():
         pytest.skip("this build runs the fused operation on this GPU")
+    supported, reason = cake.is_supported("cuda")
+    assert not supported
     capability = "{}.{}".format(*torch.cuda.get_device_capability())
     assert capability in reason
     assert "9.0" in reason and "CPU" in reason

@@ -2,32 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import layer_calls
 import pytest
 import torch
+from layer_calls import GPU, NEEDS_GPU, assert_same_bits
 from torch import Tensor
 
-import cake
 from cake.check import Batch, Call, Layer, make_batch
 from cake.module import SharedWorkspace, SiTUExperts
-from cake.testing.numeric import bitwise_difference
 from cake.weights import PreparedWeights
 
-pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available() or not cake.is_supported("cuda")[0],
-    reason="needs a GPU that runs the fused operation",
-)
+pytestmark = NEEDS_GPU
 
-GPU = torch.device("cuda")
 COUNTS = (1, 8, 40, 700)
-
-
-@pytest.fixture(scope="module")
-def gpu_layer(layer: layer_calls.Layer) -> Iterator[Layer]:
-    yield Layer(layer.weights, layer.scales).to(GPU)
-    torch.cuda.empty_cache()
 
 
 @pytest.fixture
@@ -37,11 +26,6 @@ def module(gpu_layer: Layer) -> SiTUExperts:
 
 def operands(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
     return batch.tokens, batch.topk_ids, batch.topk_weights
-
-
-def assert_same_bits(actual: Tensor, expected: Tensor) -> None:
-    difference = bitwise_difference(actual, expected)
-    assert difference is None, difference
 
 
 def capture(function: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
@@ -186,7 +170,7 @@ def test_a_call_allocates_its_output_alone_and_does_not_synchronize(module: SiTU
 def test_graphs_of_the_compiler_write_the_workspace_in_place(
     gpu_layer: Layer, module: SiTUExperts
 ) -> None:
-    pytest.importorskip("triton")
+    pytest.importorskip("triton", reason="inductor needs Triton on a GPU")
     from torch._dynamo.utils import counters
 
     torch.compiler.reset()

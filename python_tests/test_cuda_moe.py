@@ -4,47 +4,26 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
 
-import layer_calls
 import pytest
 import torch
+from layer_calls import GPU, NEEDS_GPU, assert_same_bits
 from torch import Tensor
 
 import cake
 from cake.check import Batch, Call, Layer, check_case, make_batch
 from cake.testing import synthetic
-from cake.testing.numeric import bitwise_difference, check_outputs, compare_outputs
+from cake.testing.numeric import check_outputs, compare_outputs
 
-pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available() or not cake.is_supported("cuda")[0],
-    reason="needs a GPU that runs the fused operation",
-)
+pytestmark = NEEDS_GPU
 
-GPU = torch.device("cuda")
 # Around every change of kernels, and counts that no tile size divides.
 TOKENS = (1, 2, 5, 7, 8, 9, 31, 63, 64, 65, 127, 129, 255, 257, 351, 352, 353, 511, 513, 641, 1023)
 LARGE = (1024, 1025, 1171, 2047, 3000, 4097)
 
 
-@pytest.fixture(scope="module")
-def cpu_layer(layer: layer_calls.Layer) -> Layer:
-    return Layer(layer.weights, layer.scales)
-
-
-@pytest.fixture(scope="module")
-def gpu_layer(cpu_layer: Layer) -> Iterator[Layer]:
-    yield cpu_layer.to(GPU)
-    torch.cuda.empty_cache()
-
-
 def run(layer: Layer, batch: Batch) -> Tensor:
     return Call(layer, batch).run()
-
-
-def assert_same_bits(a: Tensor, b: Tensor) -> None:
-    difference = bitwise_difference(a, b)
-    assert difference is None, difference
 
 
 @pytest.mark.parametrize("tokens", TOKENS + LARGE)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import layer_calls
 import pytest
 import torch
-from layer_calls import E, H, K, assert_same_bits
+from layer_calls import GPU, NEEDS_GPU, E, H, K, assert_same_bits
 from test_compile import BACKENDS
 from torch import Tensor
 
@@ -19,27 +19,10 @@ from cake.check import Batch, Call, Layer, make_batch
 from cake.testing import synthetic
 from cake.testing.numeric import check_outputs
 
-NEEDS_GPU = pytest.mark.skipif(
-    not torch.cuda.is_available() or not cake.is_supported("cuda")[0],
-    reason="needs a GPU that runs the fused operation",
-)
-
-GPU = torch.device("cuda")
 SWEEP = 160
 MANY = (2047, 2048, 3000, 4095, 4096, 4097, 8191, 8192, 8193, 12289, 16383, 16384)
 # Of the elements; the bound of a row's error is what finds a wrong row (check_outputs).
 MAX_OUTLIERS = 1e-3
-
-
-@pytest.fixture(scope="module")
-def cpu_layer(layer: layer_calls.Layer) -> Layer:
-    return Layer(layer.weights, layer.scales)
-
-
-@pytest.fixture(scope="module")
-def gpu_layer(cpu_layer: Layer) -> Iterator[Layer]:
-    yield cpu_layer.to(GPU)
-    torch.cuda.empty_cache()
 
 
 def rows_of(batch: Batch, rows: slice | Tensor) -> Batch:

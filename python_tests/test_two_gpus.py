@@ -7,13 +7,13 @@ from collections.abc import Iterator
 import layer_calls
 import pytest
 import torch
-from layer_calls import E, assert_refused, assert_same_bits, operand, with_operand
+from layer_calls import E, assert_refused, assert_same_bits, gpus_that_run, operand, with_operand
 
 import cake
 from cake.check import Call, Layer, make_batch
 
 pytestmark = pytest.mark.skipif(
-    torch.cuda.device_count() < 2 or not all(cake.is_supported(f"cuda:{i}")[0] for i in range(2)),
+    gpus_that_run() < 2,
     reason="needs two GPUs that run the fused operation",
 )
 
@@ -23,9 +23,8 @@ TOKENS = (5, 129, 400)
 
 
 @pytest.fixture(scope="module")
-def layers(layer: layer_calls.Layer) -> Iterator[tuple[Layer, Layer]]:
+def layers(cpu_layer: Layer) -> Iterator[tuple[Layer, Layer]]:
     """The same layer on both devices."""
-    cpu_layer = Layer(layer.weights, layer.scales)
     yield cpu_layer.to(DEVICES[0]), cpu_layer.to(DEVICES[1])
     torch.cuda.empty_cache()
 
