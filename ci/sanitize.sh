@@ -10,7 +10,7 @@
 #      3  decode kernels, one CTA routes
 #    129  decode kernels, a cluster routes; input rows that are not aligned to 16 bytes
 #    360  prefill kernels
-#   1300  prefill kernels, FC2 in two parts
+#   2049  prefill kernels, FC2 in two parts
 #
 # Prints one line for each tool and T. Exit status: 0 without errors; 1 when a tool reports an error
 # (of racecheck: a hazard that is an error, not a warning) or a run fails, whose log is then kept;
@@ -24,7 +24,7 @@ set -euo pipefail
 
 TOOLS=(memcheck racecheck synccheck initcheck)
 # T, the kernels and the parts of FC2 it is there for, elements between the rows of the input.
-CASES=("3 decode 1 0" "129 decode 1 1" "360 prefill 1 0" "1300 prefill 2 0")
+CASES=("3 decode 1 0" "129 decode 1 1" "360 prefill 1 0" "2049 prefill 2 0")
 
 ONE_CALL='
 import json

@@ -19,7 +19,7 @@ pytestmark = NEEDS_GPU
 
 # Around every change of kernels, and counts that no tile size divides.
 TOKENS = (1, 2, 5, 7, 8, 9, 31, 63, 64, 65, 127, 129, 255, 257, 351, 352, 353, 511, 513, 641, 1023)
-LARGE = (1024, 1025, 1171, 2047, 3000, 4097)
+LARGE = (1024, 1025, 2047, 2048, 2049, 3000, 4097)
 
 
 def run(layer: Layer, batch: Batch) -> Tensor:

@@ -11,7 +11,7 @@
 //   num_tiles       4                         route -> fc1, fc2 (CUDA)
 //   fc1_packed      P * I/2                   fc1 -> fc2        (row = pair)
 //   fc1_sf          P * I/16                  fc1 -> fc2        (linear)
-//   fc2_rows        min(P * H * 2, 128 MiB)   fc2 -> finalize   (some output columns at a time)
+//   fc2_rows        min(P * H * 2, 224 MiB)   fc2 -> finalize   (some output columns at a time)
 //   work_counter    4, pooled counts only     route             (nothing claims from it yet)
 //
 // With the prefill kernels fc2_rows first holds the dequantized input as half, T * H * 2 bytes:
@@ -30,7 +30,7 @@
 namespace cake {
 
 inline constexpr int32_t kFc2BlockRows = 128;        // output columns of one block of FC2
-inline constexpr int64_t kFc2RowsBytes = 128 << 20;  // so much of FC2's result exists at a time
+inline constexpr int64_t kFc2RowsBytes = 224 << 20;  // so much of FC2's result exists at a time
 inline constexpr int32_t kSmallestTilePairs = 8;
 inline constexpr int32_t kChunkTokens = 8192;
 

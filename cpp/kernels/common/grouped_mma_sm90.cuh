@@ -135,8 +135,9 @@ struct Fragments {
   uint32_t step[8][4];
 };
 
-// Dequantizes a unit and starts its wgmmas, as one group. `pairs`: shared address of the PairUnit.
-template <int N>
+// Dequantizes a unit and starts its wgmmas, as one group; with kFirst they set the sums instead of
+// adding to them. `pairs`: shared address of the PairUnit.
+template <int N, bool kFirst = false>
 __device__ __forceinline__ void multiply_unit(const RawUnit& raw, uint32_t pairs,
                                               Fragments& fragments, float (&sums)[kTilePairs / 2]) {
   const ScalePair low_scales = scale_pair(raw.scales[0]);
@@ -163,7 +164,11 @@ __device__ __forceinline__ void multiply_unit(const RawUnit& raw, uint32_t pairs
   for (int s = 0; s < 8; ++s) {
     const uint64_t descriptor =
         ptx::wgmma_descriptor_swizzle128(pairs + s / 4 * kPairBlockBytes) + s % 4 * 2;
-    ptx::wgmma_m64k16<N>(sums, fragments.step[s], descriptor);
+    if (kFirst && s == 0) {
+      ptx::wgmma_m64k16<N, false>(sums, fragments.step[s], descriptor);
+    } else {
+      ptx::wgmma_m64k16<N>(sums, fragments.step[s], descriptor);
+    }
   }
   ptx::wgmma_commit_group();
 }

@@ -202,6 +202,7 @@ __device__ __forceinline__ void multiply_item(PrefillStorage& shared,
     }
   };
   load(ring);
+#pragma unroll 4  // 2 % at 73 pairs per expert: fewer ring addresses to compute
   for (int32_t k = 0; k < Prefill::kUnits; ++k) {
     const int32_t stage = ring.stage;
     Fragments fragments;

@@ -24,12 +24,14 @@
 
 #include "common/grouped_mma_sm90.cuh"
 #include "fc2/params.h"
+#include "ptx/arithmetic.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/bulk_copy.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/pdl.cuh"
 #include "ptx/setmaxnreg.cuh"
 #include "ptx/special_register.cuh"
+#include "ptx/store.cuh"
 
 namespace cake::fc2 {
 
@@ -225,8 +227,16 @@ struct MmaWarp {
     return grouped_mma::Slot<Prefill::kStages>(static_cast<uint32_t>(use));
   }
   // Read anew whenever they are needed.
-  __device__ __forceinline__ int32_t warp() const { return ptx::tid_x() / 32; }
-  __device__ __forceinline__ int32_t lane() const { return ptx::tid_x() % 32; }
+  __device__ __forceinline__ int32_t warp() const {
+    return static_cast<int32_t>(ptx::tid_x() / 32);
+  }
+  __device__ __forceinline__ int32_t lane() const {
+    return static_cast<int32_t>(ptx::tid_x() % 32);
+  }
+  // Its 32 rows of a block, which it shares with a neighbour.
+  __device__ __forceinline__ int32_t rows_of_two() const {
+    return static_cast<int32_t>(ptx::tid_x() / 64 % 4);
+  }
 };
 
 // Sums of 64 rows of a block.
@@ -239,13 +249,9 @@ __device__ __forceinline__ void multiply_block(PrefillStorage& shared, const Mma
   const int32_t t = self.lane() % 4;
   const Slot<Prefill::kStages> stage_slot = self.stage();
   const PrefillStorage::Stage& stage = shared.stages[stage_slot.stage];
-  const uint8_t* codes = stage.codes[self.warp() / 2 % 4 * 32 + row] + t * 16;
+  const uint8_t* codes = stage.codes[self.rows_of_two() * 32 + row] + t * 16;
   const uint8_t* scales =
-      stage.scales + t / 2 * kScaleBlockBytes + row * 16 + self.warp() / 2 % 4 * 4 + t % 2 * 2;
-#pragma unroll
-  for (int i = 0; i < N / 2; ++i) {
-    sums[i] = 0.0f;
-  }
+      stage.scales + t / 2 * kScaleBlockBytes + row * 16 + self.rows_of_two() * 4 + t % 2 * 2;
   RawUnit raw;
   const auto load = [&](int k) {
 #pragma unroll
@@ -255,58 +261,67 @@ __device__ __forceinline__ void multiply_block(PrefillStorage& shared, const Mma
       raw.scales[r] =
           *reinterpret_cast<const uint16_t*>(scales + r * 128 + k * 2 * kScaleBlockBytes);
     }
-  };
-  ptx::mbarrier_wait(ptx::shared_address(&shared.full[stage_slot.stage]), stage_slot.parity);
-#pragma unroll 1
-  for (int k = 0; k < Prefill::kUnits; ++k) {
-    const Slot<Prefill::kSlots> pairs(item.unit_use + k);
-    if (self.use - 2 < item.first_use) {  // the first of this item's
-      ptx::mbarrier_wait(ptx::shared_address(&shared.pairs_full[pairs.stage]), pairs.parity);
-    }
-    load(k);
     if (k + 1 == Prefill::kUnits) {
       release_loaded(shared.empty[stage_slot.stage], self.lane(), raw.codes[0].x, raw.codes[1].x,
                      raw.scales[0], raw.scales[1]);
     }
+  };
+  const bool first_of_item = self.use - 2 < item.first_use;
+  const bool last_of_item = self.use + 2 >= item.end_use;
+  // The compiler does not know that this is the same in all lanes; uniform registers have room.
+  const uint32_t unit_use = __shfl_sync(0xFFFFFFFFu, item.unit_use, 0);
+#pragma unroll
+  for (int i = 0; i < N / 2; ++i) {
+    sums[i] = ptx::undefined_float();
+  }
+  ptx::mbarrier_wait(ptx::shared_address(&shared.full[stage_slot.stage]), stage_slot.parity);
+  load(0);
+  const auto multiply = [&]<int k>() {
+    const Slot<Prefill::kSlots> pairs(unit_use + k);
+    if (first_of_item) {
+      ptx::mbarrier_wait(ptx::shared_address(&shared.pairs_full[pairs.stage]), pairs.parity);
+    }
     Fragments fragments;
-    // The compiler does not know that the slot is the same in all lanes; uniform registers have
-    // room.
-    const uint32_t unit =
-        __shfl_sync(0xFFFFFFFFu, ptx::shared_address(&shared.pairs[pairs.stage]), 0);
-    multiply_unit<N>(raw, unit, fragments, sums);
+    multiply_unit<N, k == 0>(raw, ptx::shared_address(&shared.pairs[pairs.stage]), fragments, sums);
+    if (k + 1 < Prefill::kUnits) {
+      load(k + 1);
+    }
     ptx::wgmma_wait_all<N>(sums);
-    if (self.use + 2 >= item.end_use) {  // the last one
+    if (last_of_item) {
       release(shared.pairs_empty[pairs.stage], self.lane());
     }
-  }
+  };
+  multiply.template operator()<0>();
+  multiply.template operator()<1>();
+  multiply.template operator()<2>();
+  static_assert(Prefill::kUnits == 3);
 }
 
 // Stores 64 output columns of the tile's pairs: each lane two consecutive ones, a warp 16.
+template <int N>
 __device__ __forceinline__ void store_outputs(const Params& params, const PrefillItem& item,
                                               const MmaWarp& self,
                                               const float (&sums)[grouped_mma::kTilePairs / 2]) {
   const int32_t t = self.lane() % 4;
-  const uint32_t row_bytes = params.num_blocks * Prefill::kBlockRows * 2;
-  // Byte offsets: the rows of a launch have at most kFc2RowsBytes.
-  const uint32_t column =
-      ((item.block + self.use - item.first_use) * Prefill::kBlockRows + self.warp() / 2 % 4 * 32 +
-       2 * grouped_mma::LaneRow(self.warp(), self.lane()).feature()) *
-      2;
-  const int32_t count = item.count;
+  const uint32_t row_bytes = params.num_blocks * (Prefill::kBlockRows * 2);
+  const int32_t column = (item.block + self.use - item.first_use) * Prefill::kBlockRows +
+                         self.rows_of_two() * 32 +
+                         2 * grouped_mma::LaneRow(self.warp(), self.lane()).feature();
+  uint16_t* const outputs = params.rows + column;
   const float alpha = item.alpha;
+  const auto* pair_ids = reinterpret_cast<const int2*>(item.pair_ids + 2 * t);
 #pragma unroll
-  for (int j = 0; j < grouped_mma::kTilePairs / 8; ++j) {
-    if (8 * j < count) {
-      const int2 ids = *reinterpret_cast<const int2*>(item.pair_ids + 8 * j + 2 * t);
+  for (int j = 0; j < N / 8; ++j) {
+    const int2 ids = pair_ids[4 * j];
 #pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        const int32_t pair = c == 0 ? ids.x : ids.y;
-        if (pair >= 0) {
-          *reinterpret_cast<__nv_bfloat162*>(reinterpret_cast<uint8_t*>(params.rows) +
-                                             (pair * row_bytes + column)) =
-              __floats2bfloat162_rn(sums[4 * j + c] * alpha, sums[4 * j + 2 + c] * alpha);
-        }
-      }
+    for (int c = 0; c < 2; ++c) {
+      const int32_t pair = c == 0 ? ids.x : ids.y;
+      const __nv_bfloat162 two =
+          __floats2bfloat162_rn(sums[4 * j + c] * alpha, sums[4 * j + 2 + c] * alpha);
+      ptx::st_global_if(pair >= 0,
+                        reinterpret_cast<uint8_t*>(outputs) +
+                            static_cast<uint64_t>(static_cast<uint32_t>(pair)) * row_bytes,
+                        *reinterpret_cast<const uint32_t*>(&two));
     }
   }
 }
@@ -331,9 +346,11 @@ __device__ __forceinline__ void mma_warp(const Params& params, PrefillStorage& s
       }
     }
     for (; self.use < item.end_use; self.use += 2) {
-      float sums[kTilePairs / 2];
-      with_columns(item.count, [&]<int N>() { multiply_block<N>(shared, self, item, sums); });
-      store_outputs(params, item, self, sums);
+      with_columns(item.count, [&]<int N>() {
+        float sums[kTilePairs / 2];
+        multiply_block<N>(shared, self, item, sums);
+        store_outputs<N>(params, item, self, sums);
+      });
     }
     unit_use = item.unit_use + Prefill::kUnits;
     description = description == &shared.items[2] ? shared.items : description + 1;

@@ -47,6 +47,14 @@ __device__ __forceinline__ float mul_rn_ftz(float a, float b) {
   return out;
 }
 
+// Any value, at no cost: for a register that is written before it is read, which the compiler
+// cannot see.
+__device__ __forceinline__ float undefined_float() {
+  float out;
+  asm("" : "=f"(out));
+  return out;
+}
+
 // The E4M3 byte nearest to x, saturating at 448; NaN gives 0x7F (plus sign).
 __device__ __forceinline__ uint32_t cvt_e4m3(float x) {
   uint16_t pair;

@@ -6,8 +6,8 @@
 
 namespace cake::ptx {
 
-__device__ __forceinline__ int32_t tid_x() {
-  int32_t value;
+__device__ __forceinline__ uint32_t tid_x() {
+  uint32_t value;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(value));
   return value;
 }

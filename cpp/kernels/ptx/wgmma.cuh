@@ -65,46 +65,48 @@ __device__ __forceinline__ uint64_t wgmma_descriptor_swizzle128(uint32_t address
 #define CAKE_ARGS_8(d) CAKE_ARGS_7(d), CAKE_ARGS(d, 32)
 #define CAKE_ARGS_9(d) CAKE_ARGS_8(d), CAKE_ARGS(d, 36)
 #define CAKE_ARGS_10(d) CAKE_ARGS_9(d), CAKE_ARGS(d, 40)
-// `a` and `b`: the numbers of the operands after the sums.
-#define CAKE_WGMMA(columns, i, a, b)                                                \
-  asm volatile(                                                                     \
-      "{\n.reg .pred p;\nsetp.ne.b32 p, 1, 0;\n"                                    \
-      "wgmma.mma_async.sync.aligned.m64n" columns "k16.f32.f16.f16 {" CAKE_SUMS_##i \
-      "}, {" a "}, " b ", p, 1, 1, 0;\n}"                                           \
-      : CAKE_ARGS_##i(d)                                                            \
-      : "r"(fragment[0]), "r"(fragment[1]), "r"(fragment[2]), "r"(fragment[3]), "l"(descriptor))
+// `a`, `b`, `c`: the numbers of the operands after the sums.
+#define CAKE_WGMMA(columns, i, a, b, c)                                                      \
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " c                                         \
+               ", 0;\n"                                                                      \
+               "wgmma.mma_async.sync.aligned.m64n" columns "k16.f32.f16.f16 {" CAKE_SUMS_##i \
+               "}, {" a "}, " b ", p, 1, 1, 0;\n}"                                           \
+               : CAKE_ARGS_##i(d)                                                            \
+               : "r"(fragment[0]), "r"(fragment[1]), "r"(fragment[2]), "r"(fragment[3]),     \
+                 "l"(descriptor), "n"(kAccumulate ? 1 : 0))
 
 inline constexpr int kWgmmaMostColumns = 88;
 
-// d[64 x N] += a[64 x 16] b[16 x N], half operands, float32 sums. Of warp w of the warpgroup, with
-// g = lane / 4, t = lane % 4: fragment 0, 2 hold row 16w + g, 1, 3 row 16w + g + 8 (columns 2t..,
-// 2t + 8..); d[4j], d[4j + 1] row g, columns 8j + 2t and + 1; d[4j + 2], d[4j + 3] row g + 8.
-template <int N>
+// d[64 x N] += a[64 x 16] b[16 x N], or = without kAccumulate; half operands, float32 sums. Of warp
+// w of the warpgroup, with g = lane / 4, t = lane % 4: fragment 0, 2 hold row 16w + g, 1, 3 row 16w
+// + g + 8 (columns 2t.., 2t + 8..); d[4j], d[4j + 1] row g, columns 8j + 2t and + 1; d[4j + 2],
+// d[4j + 3] row g + 8.
+template <int N, bool kAccumulate = true>
 __device__ __forceinline__ void wgmma_m64k16(float (&d)[kWgmmaMostColumns / 2],
                                              const uint32_t (&fragment)[4], uint64_t descriptor) {
   static_assert(N % 8 == 0 && N >= 8 && N <= kWgmmaMostColumns, "N: a multiple of 8 up to 88");
   if constexpr (N == 8) {
-    CAKE_WGMMA("8", 0, "%4,%5,%6,%7", "%8");
+    CAKE_WGMMA("8", 0, "%4,%5,%6,%7", "%8", "%9");
   } else if constexpr (N == 16) {
-    CAKE_WGMMA("16", 1, "%8,%9,%10,%11", "%12");
+    CAKE_WGMMA("16", 1, "%8,%9,%10,%11", "%12", "%13");
   } else if constexpr (N == 24) {
-    CAKE_WGMMA("24", 2, "%12,%13,%14,%15", "%16");
+    CAKE_WGMMA("24", 2, "%12,%13,%14,%15", "%16", "%17");
   } else if constexpr (N == 32) {
-    CAKE_WGMMA("32", 3, "%16,%17,%18,%19", "%20");
+    CAKE_WGMMA("32", 3, "%16,%17,%18,%19", "%20", "%21");
   } else if constexpr (N == 40) {
-    CAKE_WGMMA("40", 4, "%20,%21,%22,%23", "%24");
+    CAKE_WGMMA("40", 4, "%20,%21,%22,%23", "%24", "%25");
   } else if constexpr (N == 48) {
-    CAKE_WGMMA("48", 5, "%24,%25,%26,%27", "%28");
+    CAKE_WGMMA("48", 5, "%24,%25,%26,%27", "%28", "%29");
   } else if constexpr (N == 56) {
-    CAKE_WGMMA("56", 6, "%28,%29,%30,%31", "%32");
+    CAKE_WGMMA("56", 6, "%28,%29,%30,%31", "%32", "%33");
   } else if constexpr (N == 64) {
-    CAKE_WGMMA("64", 7, "%32,%33,%34,%35", "%36");
+    CAKE_WGMMA("64", 7, "%32,%33,%34,%35", "%36", "%37");
   } else if constexpr (N == 72) {
-    CAKE_WGMMA("72", 8, "%36,%37,%38,%39", "%40");
+    CAKE_WGMMA("72", 8, "%36,%37,%38,%39", "%40", "%41");
   } else if constexpr (N == 80) {
-    CAKE_WGMMA("80", 9, "%40,%41,%42,%43", "%44");
+    CAKE_WGMMA("80", 9, "%40,%41,%42,%43", "%44", "%45");
   } else if constexpr (N == 88) {
-    CAKE_WGMMA("88", 10, "%44,%45,%46,%47", "%48");
+    CAKE_WGMMA("88", 10, "%44,%45,%46,%47", "%48", "%49");
   }
 }
 
