@@ -2,8 +2,9 @@
 
     torchrun --standalone --nproc-per-node 2 examples/tensor_parallel.py
 
-Rank r of n runs the shards r, r + n, ... of eight one after the other. The all-reduce is the
-caller's: cake computes one shard and knows of no other. NCCL where every rank has a supported GPU,
+Rank r of n runs the shards r, r + n, ... of eight one after the other; with --graph shard r alone,
+in a CUDA graph with the all-reduce. The all-reduce is the caller's: cake computes one shard and
+knows of no other. NCCL where every rank has a supported GPU,
 else gloo on CPUs. The sum is compared with the reference of the unsharded layer; exit status 1 if
 it differs.
 """
@@ -68,57 +69,106 @@ class Layer:
         return scales
 
 
-def sum_of_shards(
-    layer: Layer, shards: range, tokens: Tensor, topk_ids: Tensor, topk_weights: Tensor
-) -> Tensor:
-    """Run some shards in turn and add their outputs in float32; [T, H]."""
-    num_tokens, device = tokens.shape[0], tokens.device
-    nbytes = cake.cutlass_fused_moe_workspace_size(
-        num_tokens,
-        HIDDEN,
-        WIDTH,
-        EXPERTS,
-        TOP_K,
-        x_dtype=torch.bfloat16,
-        weight_dtype=torch.uint8,
-        activation_type=cake.ActivationType.Situ,
-        tp_size=SHARDS,
-    )
-    workspace = torch.empty(nbytes, dtype=torch.uint8, device=device)
-    cake.cake_fused_moe_prepare_workspace(workspace, num_tokens)
-    # 2.1 GB, used for one shard after the other. The experts without tokens stay unwritten: nothing
-    # reads them, and on a CPU they take no memory.
-    weights = PreparedWeights.empty(EXPERTS, HIDDEN, WIDTH, device)
-    total = torch.zeros(num_tokens, HIDDEN, device=device)
-    for shard in shards:
-        scales = layer.take_shard(shard, weights)
-        total += cake.cutlass_fused_moe(
-            tokens,
-            topk_ids,
-            topk_weights,
-            weights.w13,
-            weights.w2,
-            torch.bfloat16,
-            scales,
+class ShardRunner:
+    """One rank's buffers, and the weights of the shard that it runs at the time."""
+
+    def __init__(self, layer: Layer, batch: tuple[Tensor, Tensor, Tensor]) -> None:
+        self.layer = layer
+        self.tokens, self.topk_ids, self.topk_weights = batch
+        num_tokens, device = self.tokens.shape[0], self.tokens.device
+        nbytes = cake.cutlass_fused_moe_workspace_size(
+            num_tokens,
+            HIDDEN,
+            WIDTH,
+            EXPERTS,
+            TOP_K,
+            x_dtype=torch.bfloat16,
+            weight_dtype=torch.uint8,
             activation_type=cake.ActivationType.Situ,
             tp_size=SHARDS,
-            tp_rank=shard,
-            workspace_buffer=workspace,
         )
+        self.workspace = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        cake.cake_fused_moe_prepare_workspace(self.workspace, num_tokens)
+        # 2.1 GB, used for one shard after the other. The experts without tokens stay unwritten:
+        # nothing reads them, and on a CPU they take no memory.
+        self.weights = PreparedWeights.empty(EXPERTS, HIDDEN, WIDTH, device)
+        self.output = torch.empty(num_tokens, HIDDEN, dtype=torch.bfloat16, device=device)
+
+    def load(self, shard: int) -> None:
+        """Make `shard` the one that `run` computes."""
+        self.shard = shard
+        self.scales = self.layer.take_shard(shard, self.weights)
+
+    def run(self) -> Tensor:
+        """Compute the loaded shard's output; bf16 [T, H], overwritten by the next run."""
+        return cake.cutlass_fused_moe(
+            self.tokens,
+            self.topk_ids,
+            self.topk_weights,
+            self.weights.w13,
+            self.weights.w2,
+            torch.bfloat16,
+            self.scales,
+            activation_type=cake.ActivationType.Situ,
+            tp_size=SHARDS,
+            tp_rank=self.shard,
+            workspace_buffer=self.workspace,
+            output=self.output,
+        )
+
+
+def sum_of_shards(runner: ShardRunner, shards: range) -> Tensor:
+    """Run some shards in turn, add their outputs, all-reduce; float32 [T, H]."""
+    total = torch.zeros(runner.output.shape, device=runner.output.device)
+    for shard in shards:
+        runner.load(shard)
+        total += runner.run()
+    dist.all_reduce(total)
     return total
 
 
-def run(rank: int, world: int, device: torch.device, num_tokens: int, num_experts: int) -> bool:
+def captured_sum(runner: ShardRunner, rank: int, world: int) -> Tensor:
+    """Run one shard a rank and the all-reduce in one CUDA graph; float32 [T, H].
+
+    The shards of the ranks that eight would have beyond `world` are added from outside.
+    """
+    rest = sum_of_shards(runner, range(world + rank, SHARDS, world))
+    runner.load(rank)
+    total = torch.empty_like(rest)
+
+    def step() -> None:
+        total.copy_(runner.run())
+        dist.all_reduce(total)
+
+    step()  # NCCL sets itself up at the first collective, which a capture does not allow
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    total.fill_(float("nan"))
+    graph.replay()
+    return total + rest
+
+
+def run(
+    rank: int, world: int, device: torch.device, num_tokens: int, num_experts: int, graph: bool
+) -> bool:
     """Compute this rank's part, all-reduce, compare, print; says whether the sum is right."""
     tokens = synthetic.make_tokens(num_tokens, seed=0)
     places, topk_weights = synthetic.route(num_tokens, kind="random", num_experts=num_experts)
     chosen = torch.randperm(EXPERTS, generator=torch.Generator().manual_seed(0))[:num_experts]
     # The same bytes on every rank, as from a checkpoint, and never more than the chosen experts.
     layer = Layer(chosen, *synthetic.fill_random_prepared(0, num_experts, HIDDEN, FULL_WIDTH))
-    shards = range(rank, SHARDS, world)
-    batch = (tokens, chosen[places].int(), topk_weights)
-    total = sum_of_shards(layer, shards, *(t.to(device) for t in batch))
-    dist.all_reduce(total)
+    runner = ShardRunner(
+        layer, (tokens.to(device), chosen[places].int().to(device), topk_weights.to(device))
+    )
+    if graph:
+        how = f"shard {rank} and the all-reduce in a CUDA graph"
+        total = captured_sum(runner, rank, world)
+    else:
+        shards = range(rank, SHARDS, world)
+        how = f"shards {', '.join(map(str, shards))}"
+        total = sum_of_shards(runner, shards)
 
     expected = torch.empty_like(total)
     if rank == 0:
@@ -139,7 +189,7 @@ def run(rank: int, world: int, device: torch.device, num_tokens: int, num_expert
     except AssertionError as error:
         right = False
         result = str(error) if rank == 0 else str(error).splitlines()[0]  # the figures once
-    line = f"rank {rank} of {world} on {device}, shards {', '.join(map(str, shards))}: {result}"
+    line = f"rank {rank} of {world} on {device}, {how}: {result}"
     sys.stdout.write(line + "\n")  # one write, so that ranks do not print into each other's line
     sys.stdout.flush()
     return right
@@ -151,6 +201,12 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=4, metavar="T")
     parser.add_argument("--experts", type=int, default=20, help="in use, 16 to 896 (default 20)")
     parser.add_argument("--device", choices=("cpu", "cuda"))
+    parser.add_argument(
+        "--graph",
+        action="store_true",
+        help="one shard a rank, captured in a CUDA graph with the all-reduce; the shards of the "
+        "ranks that are not there are added",
+    )
     arguments = parser.parse_args()
     if "RANK" not in os.environ:
         parser.error(f"expected a rank: torchrun --standalone --nproc-per-node 2 {sys.argv[0]}")
@@ -163,6 +219,8 @@ def main() -> int:
     if name is None:
         gpus = torch.cuda.device_count()
         name = "cuda" if gpus >= local_world and cake.is_supported("cuda")[0] else "cpu"
+    if arguments.graph and name != "cuda":
+        parser.error("--graph: expected a supported GPU for each rank, got the CPU")
     device = torch.device(name, local_rank) if name == "cuda" else torch.device(name)
     if name == "cuda":
         torch.cuda.set_device(device)
@@ -171,7 +229,8 @@ def main() -> int:
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     dist.init_process_group("nccl" if name == "cuda" else "gloo", rank=rank, world_size=world)
     try:
-        return 0 if run(rank, world, device, arguments.tokens, arguments.experts) else 1
+        right = run(rank, world, device, arguments.tokens, arguments.experts, arguments.graph)
+        return 0 if right else 1
     finally:
         dist.destroy_process_group()
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import layer_calls
 import pytest
@@ -147,3 +150,17 @@ def test_two_devices_at_once_give_the_bits_of_one_alone(
     for device in DEVICES:
         torch.cuda.synchronize(device)
     assert [int(count) for count in different] == [0, 0]
+
+
+@pytest.mark.parametrize("options", [[], ["--graph"]], ids=["eager", "graph"])
+def test_ranks_add_up_over_nccl(options: list[str]) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    example = Path(__file__).resolve().parents[1] / "examples" / "tensor_parallel.py"
+    result = subprocess.run(
+        [*torchrun, "--nproc-per-node=2", example, "--device=cuda", "--experts=16", *options],
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr
+    print(result.stdout)
+    assert result.stdout.count(": right, ") == 2
