@@ -28,25 +28,36 @@ struct Encoder {
   }
 };
 
-}  // namespace
-
-Status make_byte_map(const void* base, uint64_t rows, uint64_t row_bytes, uint32_t box_rows,
-                     uint32_t box_bytes, CUtensorMap* map) {
+Status encode_byte_map(const void* base, uint64_t rows, uint64_t row_bytes, uint32_t box_rows,
+                       uint32_t box_bytes, CUtensorMapSwizzle swizzle, CUtensorMap* map) {
   static const Encoder encoder;
   CAKE_RETURN_IF_ERROR(encoder.status);
   const cuuint64_t sizes[2] = {row_bytes, rows};
   const cuuint64_t strides[1] = {row_bytes};
   const cuuint32_t box[2] = {box_bytes, box_rows};
   const cuuint32_t element_strides[2] = {1, 1};
-  const CUresult result = encoder.encode(
-      map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 2, const_cast<void*>(base), sizes, strides, box,
-      element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_NONE,
-      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult result =
+      encoder.encode(map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 2, const_cast<void*>(base), sizes, strides,
+                     box, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
+                     CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) {
     return error(StatusCode::kRuntimeError, "cuTensorMapEncodeTiled: error ",
                  static_cast<int>(result));
   }
   return {};
+}
+
+}  // namespace
+
+Status make_byte_map(const void* base, uint64_t rows, uint64_t row_bytes, uint32_t box_rows,
+                     uint32_t box_bytes, CUtensorMap* map) {
+  return encode_byte_map(base, rows, row_bytes, box_rows, box_bytes, CU_TENSOR_MAP_SWIZZLE_NONE,
+                         map);
+}
+
+Status make_swizzled_byte_map(const void* base, uint64_t rows, uint64_t row_bytes,
+                              uint32_t box_rows, CUtensorMap* map) {
+  return encode_byte_map(base, rows, row_bytes, box_rows, 128, CU_TENSOR_MAP_SWIZZLE_128B, map);
 }
 
 }  // namespace cake

@@ -14,4 +14,9 @@ namespace cake {
 Status make_byte_map(const void* base, uint64_t rows, uint64_t row_bytes, uint32_t box_rows,
                      uint32_t box_bytes, CUtensorMap* map);
 
+// The same in boxes of 128 bytes with the 128-byte swizzle: 16-byte chunk c of the shared memory
+// line at address a lies at c ^ (a / 128 % 8).
+Status make_swizzled_byte_map(const void* base, uint64_t rows, uint64_t row_bytes,
+                              uint32_t box_rows, CUtensorMap* map);
+
 }  // namespace cake

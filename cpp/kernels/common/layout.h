@@ -18,11 +18,16 @@ CAKE_HOST_DEVICE int32_t fc2_logical_row(int32_t n) {
   return 32 * (n / 32) + 4 * (n % 8) + n % 32 / 8;
 }
 
+// Byte of the scale of row n, 0 .. 127, column c, 0 .. 3, in a block of 128 x 4 scales.
+CAKE_HOST_DEVICE constexpr int32_t scale_block_offset(int32_t n, int32_t c) {
+  return n % 32 * 16 + n / 32 * 4 + c;
+}
+
 // Byte offset of the scale of prepared row n, column c (16 elements each) in a matrix of `columns`
 // scale columns: blocks of 128 rows x 4 columns, 512 bytes each.
 CAKE_HOST_DEVICE int64_t scale_offset(int32_t n, int32_t c, int32_t columns) {
-  return (static_cast<int64_t>(n / 128) * (columns / 4) + c / 4) * 512 + n % 32 * 16 +
-         n % 128 / 32 * 4 + c % 4;
+  return (static_cast<int64_t>(n / 128) * (columns / 4) + c / 4) * 512 +
+         scale_block_offset(n % 128, c % 4);
 }
 
 }  // namespace cake
