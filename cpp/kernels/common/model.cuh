@@ -22,9 +22,17 @@
 
 #include "common/planted_bug.h"
 
+// Whether this pass compiles the bodies of Blackwell kernels.
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 1000
+#define CAKE_HAS_TCGEN05 1
+#else
+#define CAKE_HAS_TCGEN05 0
+#endif
+
 namespace cake::model {
 
-inline constexpr int32_t kEngineThreads = 0;  // after the kernel's own
+inline constexpr int32_t kMaxSharedBytes = 231424;  // dynamic, of a CTA
+inline constexpr int32_t kEngineThreads = 0;        // after the kernel's own
 
 class Engine {
  public:
