@@ -83,6 +83,9 @@ ALLOWED: dict[str, dict[str, str]] = {
     "torch ops": {"cpp/torch_ops.cpp": "#include <torch/csrc/stable/library.h>\n"},
     "foreign torch-like": {f"{K}/a.cpp": "#include <torchlight/a.h>\n"},
     "ptx system": {f"{K}/ptx/tma.cuh": 'void f() { asm volatile("nop;"); }\n#include <cstdint>'},
+    "model": {
+        "cpp/tests/model/include/ptx/a.cuh": '#include "common/a.h"\nvoid f() { asm("nop;"); }\n',
+    },
     "own stage": {
         f"{K}/fc1/launch.cu": '#include "config.h"\n#include "fc1/kernel.cuh"\n',
         f"{K}/fc1/config.h": '#include "../common/nvfp4.h"\n',

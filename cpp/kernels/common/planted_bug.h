@@ -22,6 +22,7 @@ enum class PlantedBug : int32_t {
   kEarlyDependentRead,  // no griddepcontrol.wait before what another kernel wrote is read
   kMissingDealloc,      // columns are not given back
   kTail,                // the last pair of a tile is left out
+  kCount,
 };
 
 }  // namespace cake

@@ -1,0 +1,18 @@
+// The model's stores: see cpp/kernels/ptx/shared_memory.cuh. The tensor core reads them only after
+// a proxy fence of the thread that stored.
+#pragma once
+
+#include <cstdint>
+
+#include "tests/model/state.cuh"
+
+namespace cake::ptx {
+
+__device__ __forceinline__ void st_shared(uint32_t address, uint32_t word) {
+  *static_cast<uint32_t*>(__cvta_shared_to_generic(address)) = word;
+  model::ThreadState& self = model::this_thread();
+  self.stored = true;
+  model::state().stores[address / 4] = (threadIdx.x + 1) << 20 | (self.fences & 0xFFFFFu);
+}
+
+}  // namespace cake::ptx
