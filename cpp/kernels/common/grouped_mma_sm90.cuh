@@ -16,9 +16,6 @@
 #include <cstdint>
 
 #include "common/dequantize.cuh"
-#include "common/pipeline.cuh"
-#include "common/tile.cuh"
-#include "ptx/mbarrier.cuh"
 #include "ptx/wgmma.cuh"
 
 namespace cake::grouped_mma {
@@ -49,65 +46,6 @@ inline constexpr int kOtherRegisters = 64;
 static_assert(kMmaWarps * kMmaRegisters + kOtherWarps * kOtherRegisters <=
                   (kMmaWarps + kOtherWarps) * 96,
               "too many registers");
-
-// A kernel's dynamic shared memory as its storage, at an address that the swizzle can count on.
-template <class Storage>
-__device__ __forceinline__ Storage& swizzled_storage(uint8_t* memory) {
-  if (ptx::shared_address(memory) % 1024 != 0) {
-    __trap();
-  }
-  return *reinterpret_cast<Storage*>(memory);
-}
-
-// Stage and parity of the n-th use of a ring.
-template <int kStages>
-struct Slot {
-  int32_t stage;
-  uint32_t parity;
-  __device__ __forceinline__ explicit Slot(uint32_t n)
-      : stage(static_cast<int32_t>(n % kStages)), parity(n / kStages & 1) {}
-};
-
-// The items of all tiles, `per_tile` of each, dealt out to the CTAs in turn: the items of a tile
-// run at the same time and share its data in L2. The tile beyond the last item has count 0.
-struct DealtItems {
-  const Tile* tiles;
-  int32_t num_tiles;
-  int32_t per_tile;
-
-  __device__ __forceinline__ int32_t item(int32_t i) const {
-    return static_cast<int32_t>(blockIdx.x) + i * static_cast<int32_t>(gridDim.x);
-  }
-  __device__ __forceinline__ Tile tile(int32_t i) const {
-    return item(i) < num_tiles * per_tile ? load_tile(tiles + item(i) / per_tile) : Tile{};
-  }
-  __device__ __forceinline__ int32_t part(int32_t i) const { return item(i) % per_tile; }
-};
-
-// Walks the items of this CTA, with each tile looked up one item ahead.
-class TileCursor {
- public:
-  __device__ __forceinline__ explicit TileCursor(const DealtItems& items)
-      : items_(items), tile_(items.tile(0)), next_(items.tile(1)) {}
-
-  __device__ __forceinline__ const Tile& tile() const { return tile_; }
-  __device__ __forceinline__ const Tile& next() const { return next_; }
-  __device__ __forceinline__ int32_t index() const { return index_; }
-  // Which of its tile's items this is, 0 .. per_tile - 1.
-  __device__ __forceinline__ int32_t part() const { return items_.part(index_); }
-
-  __device__ __forceinline__ void advance() {
-    ++index_;
-    tile_ = next_;
-    next_ = items_.tile(index_ + 1);
-  }
-
- private:
-  const DealtItems items_;
-  int32_t index_ = 0;
-  Tile tile_;
-  Tile next_;
-};
 
 // A lane's first MMA row within the 16 of its warp is prepared row 16a + r of the 32 rows that two
 // warps share, the second one is 8 below. These are up and gate of feature 2r + a in FC1, outputs

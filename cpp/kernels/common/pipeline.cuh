@@ -21,6 +21,15 @@ struct RingPosition {
   }
 };
 
+// Stage and parity of the n-th use of a ring.
+template <int kStages>
+struct Slot {
+  int32_t stage;
+  uint32_t parity;
+  __device__ __forceinline__ explicit Slot(uint32_t n)
+      : stage(static_cast<int32_t>(n % kStages)), parity(n / kStages & 1) {}
+};
+
 struct Range {
   int32_t begin, end;
 };

@@ -21,8 +21,11 @@
 #include <cstdint>
 
 #include "common/grouped_mma_sm90.cuh"
+#include "common/items.cuh"
+#include "common/pipeline.cuh"
 #include "common/requantize.cuh"
 #include "common/situ.cuh"
+#include "common/swizzled_storage.cuh"
 #include "fc1/params.h"
 #include "ptx/barrier.cuh"
 #include "ptx/bulk_copy.cuh"
@@ -99,9 +102,8 @@ __device__ __forceinline__ void publish_item(const Params& params, PrefillStorag
 // Fills every fourth stage: weights by bulk copies, the rows of the pairs' tokens in pieces of 16
 // bytes, since their chunks change places.
 __device__ __forceinline__ void load_warp(const Params& params, const CUtensorMap& w13_map,
-                                          PrefillStorage& shared,
-                                          const grouped_mma::DealtItems& items, uint32_t turn,
-                                          int32_t lane) {
+                                          PrefillStorage& shared, const DealtItems& items,
+                                          uint32_t turn, int32_t lane) {
   using namespace grouped_mma;
   constexpr int kTokenBytes = Prefill::kHidden * 2;
   constexpr int kScaleRowBlockBytes = 128 * Prefill::kHidden / 16;

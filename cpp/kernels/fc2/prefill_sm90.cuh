@@ -23,6 +23,9 @@
 #include <cstdint>
 
 #include "common/grouped_mma_sm90.cuh"
+#include "common/items.cuh"
+#include "common/pipeline.cuh"
+#include "common/swizzled_storage.cuh"
 #include "fc2/params.h"
 #include "ptx/arithmetic.cuh"
 #include "ptx/barrier.cuh"
@@ -94,10 +97,10 @@ struct BlockRange {
 };
 
 __device__ __forceinline__ void load_warp(const Params& params, PrefillStorage& shared,
-                                          const grouped_mma::DealtItems& items) {
+                                          const DealtItems& items) {
   const uint64_t policy = ptx::createpolicy_evict_first();
   RingPosition<Prefill::kStages> ring;
-  for (grouped_mma::TileCursor cursor(items); cursor.tile().count > 0; cursor.advance()) {
+  for (TileCursor cursor(items); cursor.tile().count > 0; cursor.advance()) {
     const BlockRange blocks(params.num_blocks, items.per_tile, cursor.part());
     const int64_t first =
         int64_t{cursor.tile().expert} * Prefill::kExpertBlocks + params.first_block;
@@ -141,7 +144,7 @@ __device__ __forceinline__ void unpack_words(const PackedPair& packed, int32_t k
 // Four threads of a warp share a pair: thread `thread` fetches and unpacks a quarter of pairs
 // thread / 4 + 24 i. The item's description goes with its first unit.
 __device__ __forceinline__ void unpack_warps(const Params& params, PrefillStorage& shared,
-                                             const grouped_mma::DealtItems& items, int32_t thread) {
+                                             const DealtItems& items, int32_t thread) {
   using namespace grouped_mma;
   constexpr int kStep = Prefill::kUnpackWarps * 32 / 4;
   constexpr int kPasses = (kTilePairs + kStep - 1) / kStep;
@@ -223,8 +226,8 @@ __device__ __forceinline__ void unpack_warps(const Params& params, PrefillStorag
 // What an MMA warp keeps through the kernel: little, since its registers are all in use.
 struct MmaWarp {
   int32_t use;  // of a stage, that comes next; every second one is of these warpgroups
-  __device__ __forceinline__ grouped_mma::Slot<Prefill::kStages> stage() const {
-    return grouped_mma::Slot<Prefill::kStages>(static_cast<uint32_t>(use));
+  __device__ __forceinline__ Slot<Prefill::kStages> stage() const {
+    return Slot<Prefill::kStages>(static_cast<uint32_t>(use));
   }
   // Read anew whenever they are needed.
   __device__ __forceinline__ int32_t warp() const {

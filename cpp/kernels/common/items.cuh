@@ -1,0 +1,51 @@
+// Work items dealt out to the CTAs of a persistent kernel.
+#pragma once
+
+#include <cstdint>
+
+#include "common/tile.cuh"
+
+namespace cake {
+
+// The items of all tiles, `per_tile` of each, dealt out to the CTAs in turn: the items of a tile
+// run at the same time and share its data in L2. The tile beyond the last item has count 0.
+struct DealtItems {
+  const Tile* tiles;
+  int32_t num_tiles;
+  int32_t per_tile;
+
+  __device__ __forceinline__ int32_t item(int32_t i) const {
+    return static_cast<int32_t>(blockIdx.x) + i * static_cast<int32_t>(gridDim.x);
+  }
+  __device__ __forceinline__ Tile tile(int32_t i) const {
+    return item(i) < num_tiles * per_tile ? load_tile(tiles + item(i) / per_tile) : Tile{};
+  }
+  __device__ __forceinline__ int32_t part(int32_t i) const { return item(i) % per_tile; }
+};
+
+// Walks the items of this CTA, with each tile looked up one item ahead.
+class TileCursor {
+ public:
+  __device__ __forceinline__ explicit TileCursor(const DealtItems& items)
+      : items_(items), tile_(items.tile(0)), next_(items.tile(1)) {}
+
+  __device__ __forceinline__ const Tile& tile() const { return tile_; }
+  __device__ __forceinline__ const Tile& next() const { return next_; }
+  __device__ __forceinline__ int32_t index() const { return index_; }
+  // Which of its tile's items this is, 0 .. per_tile - 1.
+  __device__ __forceinline__ int32_t part() const { return items_.part(index_); }
+
+  __device__ __forceinline__ void advance() {
+    ++index_;
+    tile_ = next_;
+    next_ = items_.tile(index_ + 1);
+  }
+
+ private:
+  const DealtItems items_;
+  int32_t index_ = 0;
+  Tile tile_;
+  Tile next_;
+};
+
+}  // namespace cake
