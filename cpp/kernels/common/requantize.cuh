@@ -26,4 +26,15 @@ __device__ __forceinline__ uint32_t requantize(float value, const GroupScale& sc
   return e2m1_encode(ptx::mul_rn_ftz(ptx::mul_rn_ftz(value, scale.reciprocal), q));
 }
 
+// The codes of two values in a byte, `first` in the low nibble.
+__device__ __forceinline__ uint32_t requantize_pair(float first, float second,
+                                                    const GroupScale& scale, float q) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+  return ptx::cvt_e2m1x2(ptx::mul_rn_ftz(ptx::mul_rn_ftz(first, scale.reciprocal), q),
+                         ptx::mul_rn_ftz(ptx::mul_rn_ftz(second, scale.reciprocal), q));
+#else
+  return requantize(first, scale, q) | requantize(second, scale, q) << 4;
+#endif
+}
+
 }  // namespace cake

@@ -10,8 +10,8 @@ namespace cake::fc1 {
 struct Params {
   const uint8_t* __restrict__ w13;       // [E, 768, 1792] prepared codes
   const uint8_t* __restrict__ w13_sf;    // [E, 6, 56, 512] e4m3, 128x4 blocks
-  const uint8_t* __restrict__ input;     // [T, 1792] codes, for the decode kernel
-  const uint8_t* __restrict__ input_sf;  // [T, 224] e4m3, linear, for the decode kernel
+  const uint8_t* __restrict__ input;     // [T, 1792] codes; not for the prefill kernel
+  const uint8_t* __restrict__ input_sf;  // [T, 224] e4m3, linear; not for the prefill kernel
   const uint8_t* __restrict__ halves;    // half [T, 3584], for the prefill kernel
   const Tile* __restrict__ tiles;
   const int32_t* __restrict__ num_tiles;       // [1]
@@ -20,8 +20,10 @@ struct Params {
   const float* __restrict__ fc2_input_scale;   // [E]
   const float* __restrict__ situ_beta;         // [E]
   const float* __restrict__ situ_linear_beta;  // [E]
-  uint8_t* __restrict__ packed;                // out [P, 192] codes, row = pair id
-  uint8_t* __restrict__ sf;                    // out [P, 24] e4m3
+  // Out [P, 192] codes, [P, 24] e4m3; row = pair id, on sm_100 position in expert_pairs.
+  uint8_t* __restrict__ packed;
+  uint8_t* __restrict__ sf;
+  int32_t num_tokens;  // T
 };
 
 }  // namespace cake::fc1

@@ -62,4 +62,18 @@ __device__ __forceinline__ uint32_t cvt_e4m3(float x) {
   return pair & 0xFFu;
 }
 
+// The E2M1 codes nearest to two values, `low` in the low nibble, saturating at 6; NaN gives +6.
+// sm_100a and sm_103a.
+__device__ __forceinline__ uint32_t cvt_e2m1x2(float low, float high) {
+  uint32_t out;
+  asm("{\n"
+      ".reg .b8 pair;\n"
+      "cvt.rn.satfinite.e2m1x2.f32 pair, %2, %1;\n"
+      "cvt.u32.u8 %0, pair;\n"
+      "}"
+      : "=r"(out)
+      : "f"(low), "f"(high));
+  return out;
+}
+
 }  // namespace cake::ptx
