@@ -144,11 +144,11 @@ std::string workspace_table(int64_t num_tokens) {
   return cake::workspace_table(cake::kKimiK3, token_count(num_tokens));
 }
 
-std::string plan(int64_t num_tokens, bool batch_invariant) {
+std::string plan(int64_t num_tokens, bool batch_invariant, int64_t major) {
   if (num_tokens < 1) {
     raise("ValueError", text("num_tokens: expected 1 to ", cake::kMaxTokens, ", got ", num_tokens));
   }
-  return cake::plan_text(token_count(num_tokens), batch_invariant);
+  return cake::plan_text(token_count(num_tokens), batch_invariant, static_cast<int32_t>(major));
 }
 
 void prepare_workspace(const Tensor& workspace, std::vector<int64_t> num_tokens) {
@@ -204,8 +204,8 @@ STABLE_TORCH_LIBRARY(cake, m) {
   m.def("workspace_size(int max_num_tokens) -> int");
   // JSON list of the workspace's regions: name, offset, bytes.
   m.def("workspace_table(int num_tokens) -> str");
-  // JSON object: how a GPU runs a call with so many tokens.
-  m.def("plan(int num_tokens, bool batch_invariant=False) -> str");
+  // JSON object: how a GPU of compute capability `major`.x runs a call with so many tokens.
+  m.def("plan(int num_tokens, bool batch_invariant=False, int major=9) -> str");
   m.def("prepare_workspace(Tensor(a!) workspace, int[] num_tokens) -> ()");
   m.def("release_workspace(int address, int device_index) -> ()");
   // Fills `out` with 1000 * compute capability of the code that ran + index % 1000.

@@ -27,7 +27,8 @@ def gpus_that_run() -> int:
     if not cake.build_info()["cuda_architectures"]:
         return 0  # built without CUDA
     devices = range(torch.cuda.device_count())
-    return sum(torch.cuda.get_device_capability(i) == (9, 0) for i in devices)
+    capabilities = {(9, 0), (10, 0), (10, 3)}
+    return sum(torch.cuda.get_device_capability(i) in capabilities for i in devices)
 
 
 NEEDS_GPU = pytest.mark.skipif(

@@ -169,12 +169,12 @@ Status for_each_chunk(const Arguments& a, const Run& run) {
 }  // namespace
 
 Status cuda_support(int32_t major, int32_t minor) {
-  if (major == 9 && minor == 0) {
+  if ((major == 9 && minor == 0) || (major == 10 && (minor == 0 || minor == 3))) {
     return {};
   }
   return error(StatusCode::kUnsupported,
-               "device: expected a GPU of compute capability 9.0 (H100, H200) or CPU tensors, got "
-               "compute capability ",
+               "device: expected a GPU of compute capability 9.0 (H100, H200), 10.0 (B200) or 10.3 "
+               "(B300), or CPU tensors, got compute capability ",
                major, ".", minor);
 }
 

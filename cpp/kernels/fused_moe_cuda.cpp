@@ -34,6 +34,14 @@ Status check_not_capturing(void* stream) {
   return {};
 }
 
+Status find_gpu(int32_t index, Gpu* gpu) {
+  int32_t major = 0;
+  int32_t minor = 0;
+  CAKE_RETURN_IF_ERROR(compute_capability(index, &major, &minor));
+  gpu->architecture = major >= 10 ? Architecture::kSm100 : Architecture::kSm90;
+  return multiprocessor_count(index, &gpu->num_sms);
+}
+
 }  // namespace
 
 Status prepare(void* workspace, int32_t num_tokens, void* stream) {
@@ -48,10 +56,10 @@ Status prepare(void* workspace, int32_t num_tokens, void* stream) {
 }
 
 Status fused_moe(const Arguments& a) {
-  int32_t num_sms = 0;
-  CAKE_RETURN_IF_ERROR(multiprocessor_count(a.device.index, &num_sms));
+  Gpu gpu{};
+  CAKE_RETURN_IF_ERROR(find_gpu(a.device.index, &gpu));
   const Plan plan =
-      make_plan(a.num_tokens, num_sms, a.batch_invariant || batch_invariant_by_environment());
+      make_plan(a.num_tokens, gpu, a.batch_invariant || batch_invariant_by_environment());
   const WorkspacePointers w(a.workspace, Workspace(kShape, a.num_tokens));
   // The prefill kernels' input as half lies where FC2's rows come later: FC1 has read it by then.
   uint8_t* const halves =
@@ -86,7 +94,8 @@ Status fused_moe(const Arguments& a) {
        .situ_beta = a.situ_beta != nullptr ? a.situ_beta : w.situ_beta,
        .situ_linear_beta = a.situ_linear_beta != nullptr ? a.situ_linear_beta : w.situ_linear_beta,
        .packed = w.fc1_packed,
-       .sf = w.fc1_sf},
+       .sf = w.fc1_sf,
+       .num_tokens = a.num_tokens},
       plan, a.stream));
 
   const int32_t all_blocks = kShape.hidden / kFc2BlockRows;

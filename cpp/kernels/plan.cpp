@@ -1,5 +1,6 @@
 #include "plan.h"
 
+#include <algorithm>
 #include <cstdlib>
 #include <sstream>
 #include <string_view>
@@ -12,6 +13,36 @@ namespace {
 // Measured on an H200 (docs/performance.md).
 constexpr int32_t kMostDecodeTokens = 352;
 
+// Most pairs of a tile on sm_100, where it costs only shared memory: the matrix instructions have
+// as many columns as the tile has pairs. A stage holds 18 KB of weights and 128 bytes for each of
+// these pairs, so that 10, 10, 9, 8 or 6 stages fit. An expert with more pairs has a second tile
+// and reads its weights again.
+//   * Up to 64 tokens no expert has more pairs than there are tokens: one tile, whatever the
+//     routing.
+//   * Up to 2048 tokens the fullest expert of uniform routing has at most 64 pairs, typically (57).
+//   * Above, 128: 6 stages still keep 110 KB of weights of an SM in flight, and 8 TB/s times a
+//     latency of 1 us is 54 KB of each of 148 SMs.
+int32_t sm100_tile_pairs(int32_t num_tokens) {
+  constexpr int32_t kMostTokensOf64 = 2048;
+  if (num_tokens > kMostTokensOf64) {
+    return 128;
+  }
+  return *std::lower_bound(kSm100TilePairs.begin(), kSm100TilePairs.end(),
+                           std::min(num_tokens, 64));
+}
+
+const char* kernels_name(Kernels kernels) {
+  switch (kernels) {
+    case Kernels::kDecode:
+      return "decode";
+    case Kernels::kPrefill:
+      return "prefill";
+    case Kernels::kSm100:
+      return "sm100";
+  }
+  return "";
+}
+
 }  // namespace
 
 bool batch_invariant_by_environment() {
@@ -22,23 +53,30 @@ bool batch_invariant_by_environment() {
   return value;
 }
 
-Plan make_plan(int32_t num_tokens, int32_t num_sms, bool batch_invariant) {
+Plan make_plan(int32_t num_tokens, const Gpu& gpu, bool batch_invariant) {
+  if (gpu.architecture == Architecture::kSm100) {
+    // One kernel: tiles of any size take the same instructions in the same order along K.
+    return {.kernels = Kernels::kSm100,
+            .tile_pairs = sm100_tile_pairs(num_tokens),
+            .num_ctas = gpu.num_sms};
+  }
   const bool decode = num_tokens <= kMostDecodeTokens && !batch_invariant;
   return {.kernels = decode ? Kernels::kDecode : Kernels::kPrefill,
           .tile_pairs = decode ? kDecodeTilePairs : kPrefillTilePairs,
-          .num_ctas = num_sms};
+          .num_ctas = gpu.num_sms};
 }
 
-std::string plan_text(int32_t num_tokens, bool batch_invariant) {
-  const Plan plan = make_plan(num_tokens, 1, batch_invariant || batch_invariant_by_environment());
+std::string plan_text(int32_t num_tokens, bool batch_invariant, int32_t major) {
+  const Gpu gpu{major >= 10 ? Architecture::kSm100 : Architecture::kSm90, 1};
+  const Plan plan = make_plan(num_tokens, gpu, batch_invariant || batch_invariant_by_environment());
   const int32_t blocks = kKimiK3.hidden / kFc2BlockRows;
   const int32_t chunk = tokens_per_chunk(num_tokens);
   const int32_t part = fc2_blocks_per_part(kKimiK3, chunk);
   std::ostringstream json;
-  json << R"({"kernels": ")" << (plan.kernels == Kernels::kDecode ? "decode" : "prefill")
-       << R"(", "tile_pairs": )" << plan.tile_pairs << R"(, "tokens_per_chunk": )" << chunk
-       << R"(, "fc2_parts": )" << (blocks + part - 1) / part << R"(, "fc2_columns_per_part": )"
-       << part * kFc2BlockRows << "}";
+  json << R"({"kernels": ")" << kernels_name(plan.kernels) << R"(", "tile_pairs": )"
+       << plan.tile_pairs << R"(, "tokens_per_chunk": )" << chunk << R"(, "fc2_parts": )"
+       << (blocks + part - 1) / part << R"(, "fc2_columns_per_part": )" << part * kFc2BlockRows
+       << "}";
   return std::move(json).str();
 }
 

@@ -9,8 +9,9 @@
 //   expert_pairs    P * 4                     route -> fc1, fc2 (pairs by expert, token, slot)
 //   tiles           min(P, P/8 + E) * 16      route -> fc1, fc2 (CUDA)
 //   num_tiles       4                         route -> fc1, fc2 (CUDA)
-//   fc1_packed      P * I/2                   fc1 -> fc2        (row = pair)
-//   fc1_sf          P * I/16                  fc1 -> fc2        (linear)
+//   fc1_packed      P * I/2                   fc1 -> fc2        (row = pair; on sm_100 position in
+//                                                                expert_pairs)
+//   fc1_sf          P * I/16                  fc1 -> fc2        (linear, rows likewise)
 //   fc2_rows        min(P * H * 2, 224 MiB)   fc2 -> finalize   (some output columns at a time)
 //   work_counter    4, pooled counts only     route             (nothing claims from it yet)
 //

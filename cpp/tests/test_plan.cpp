@@ -1,21 +1,26 @@
 #include <gtest/gtest.h>
 
+#include <algorithm>
+
 #include "plan.h"
 #include "workspace.h"
 
 namespace cake {
 namespace {
 
+constexpr Gpu kH200{Architecture::kSm90, 132};
+constexpr Gpu kB200{Architecture::kSm100, 148};
+
 TEST(Plan, ChangesKernelsOnceAsTokensGrow) {
   int changes = 0;
   for (int32_t tokens = 1; tokens <= kMaxTokens; ++tokens) {
-    const Plan plan = make_plan(tokens, 132, false);
+    const Plan plan = make_plan(tokens, kH200, false);
     EXPECT_EQ(plan.tile_pairs,
               plan.kernels == Kernels::kDecode ? kDecodeTilePairs : kPrefillTilePairs);
     EXPECT_EQ(plan.num_ctas, 132);
-    changes += tokens > 1 && plan.kernels != make_plan(tokens - 1, 132, false).kernels;
+    changes += tokens > 1 && plan.kernels != make_plan(tokens - 1, kH200, false).kernels;
   }
-  EXPECT_EQ(make_plan(1, 132, false).kernels, Kernels::kDecode);
+  EXPECT_EQ(make_plan(1, kH200, false).kernels, Kernels::kDecode);
   EXPECT_EQ(changes, 1);
 }
 
@@ -30,19 +35,45 @@ TEST(Plan, EveryRegionHoldsWhatItsKernelsWrite) {
     // With the prefill kernels, the input as half lies there first.
     ASSERT_LE(int64_t{chunk} * kKimiK3.hidden * 2, layout.fc2_rows.bytes) << tokens;
     // The most tiles: every expert has one pair more than a whole number of tiles.
-    const int64_t tile = make_plan(chunk, 132, false).tile_pairs;
-    const int64_t experts = std::min<int64_t>(kKimiK3.num_experts, pairs);
-    const int64_t most = experts + (pairs - experts) / tile;
-    ASSERT_LE(most * 16, layout.tiles.bytes) << tokens;
+    for (const Gpu& gpu : {kH200, kB200}) {
+      const int64_t tile = make_plan(chunk, gpu, false).tile_pairs;
+      const int64_t experts = std::min<int64_t>(kKimiK3.num_experts, pairs);
+      const int64_t most = experts + (pairs - experts) / tile;
+      ASSERT_LE(most * 16, layout.tiles.bytes) << tokens;
+    }
   }
 }
 
 TEST(Plan, BatchInvarianceTakesTheSameKernelsAtEveryTokenCount) {
   for (int32_t tokens = 1; tokens <= kMaxTokens; ++tokens) {
-    const Plan plan = make_plan(tokens, 132, true);
+    const Plan plan = make_plan(tokens, kH200, true);
     ASSERT_EQ(plan.kernels, Kernels::kPrefill) << tokens;
     ASSERT_EQ(plan.tile_pairs, kPrefillTilePairs) << tokens;
   }
+}
+
+TEST(Plan, Sm100HasOneTileOfAnExpertUpTo64TokensAndTilesThatOnlyGrow) {
+  int32_t before = 0;
+  for (int32_t tokens = 1; tokens <= kMaxTokens; ++tokens) {
+    for (const bool batch_invariant : {false, true}) {
+      const Plan plan = make_plan(tokens, kB200, batch_invariant);
+      ASSERT_EQ(plan.kernels, Kernels::kSm100) << tokens;
+      ASSERT_EQ(plan.num_ctas, kB200.num_sms);
+      ASSERT_GE(plan.tile_pairs, std::min(tokens, 64)) << tokens;
+      ASSERT_GE(plan.tile_pairs, before) << tokens;
+      ASSERT_NE(std::find(kSm100TilePairs.begin(), kSm100TilePairs.end(), plan.tile_pairs),
+                kSm100TilePairs.end());
+      before = plan.tile_pairs;
+    }
+  }
+  EXPECT_EQ(before, kSm100TilePairs.back());
+}
+
+TEST(Plan, TextNamesTheKernelsOfTheGpu) {
+  EXPECT_NE(plan_text(1, false, 9).find(R"("kernels": "decode", "tile_pairs": 8)"),
+            std::string::npos);
+  EXPECT_NE(plan_text(4096, false, 10).find(R"("kernels": "sm100", "tile_pairs": 128)"),
+            std::string::npos);
 }
 
 TEST(Plan, ChunksCoverTheTokensAndAreNearlyEqual) {

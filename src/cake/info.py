@@ -92,12 +92,18 @@ def workspace_table(num_tokens: int) -> list[dict[str, Any]]:
     return table
 
 
-def gpu_plan(num_tokens: int) -> dict[str, Any] | None:
+def gpu_plan(num_tokens: int, major: int) -> dict[str, Any] | None:
     """Return how a GPU runs a call: kernels, pairs per tile, parts of FC2; None for no tokens."""
     if num_tokens == 0:
         return None
-    plan: dict[str, Any] = json.loads(torch.ops.cake.plan(num_tokens))
+    plan: dict[str, Any] = json.loads(torch.ops.cake.plan(num_tokens, major=major))
     return plan
+
+
+def _plan_major(devices: list[dict[str, Any]]) -> int:
+    """Return the major compute capability of the first GPU that runs the operation, else 9."""
+    capabilities = [d["compute_capability"] for d in devices[1:] if d["supported"]]
+    return int(capabilities[0].split(".")[0]) if capabilities else 9
 
 
 def _print_info(facts: dict[str, Any]) -> None:
@@ -118,15 +124,16 @@ def _print_info(facts: dict[str, Any]) -> None:
         print(f"{name:<14} {value}")
 
 
-def _print_workspace(num_tokens: int, regions: list[dict[str, Any]]) -> None:
+def _print_workspace(num_tokens: int, regions: list[dict[str, Any]], major: int) -> None:
     print(f"\nWorkspace for {num_tokens} tokens\n{'region':<18}{'offset':>14}{'bytes':>14}")
     for region in regions:
         print(f"{region['region']:<18}{region['offset']:>14,}{region['bytes']:>14,}")
     print(f"{'total':<18}{'':>14}{torch.ops.cake.workspace_size(num_tokens):>14,}")
-    plan = gpu_plan(num_tokens)
+    plan = gpu_plan(num_tokens, major)
     if plan is not None:
         print(
-            f"\nPlan on a GPU: {plan['kernels']} kernels, up to {plan['tile_pairs']} pairs a tile"
+            f"\nPlan on compute capability {major}: {plan['kernels']} kernels, "
+            f"up to {plan['tile_pairs']} pairs a tile"
         )
         if plan["tokens_per_chunk"] < num_tokens:
             print(f"in chunks of up to {plan['tokens_per_chunk']} tokens")
@@ -141,10 +148,10 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         if regions is not None:
             facts["workspace"] = {"tokens": arguments.tokens, "regions": regions}
-            facts["plan"] = gpu_plan(arguments.tokens)
+            facts["plan"] = gpu_plan(arguments.tokens, _plan_major(facts["devices"]))
         print(json.dumps(facts, indent=2))
         return 0
     _print_info(facts)
     if regions is not None:
-        _print_workspace(arguments.tokens, regions)
+        _print_workspace(arguments.tokens, regions, _plan_major(facts["devices"]))
     return 0

@@ -58,8 +58,12 @@ def is_supported(device: torch.device | str | int | None = None) -> tuple[bool, 
         return False, f"device: torch {torch.__version__} finds no CUDA GPU"
     if device.index is not None and device.index >= torch.cuda.device_count():
         return False, f"device: expected an index below {torch.cuda.device_count()}, got {device}"
-    reason = str(torch.ops.cake.cuda_support(*torch.cuda.get_device_capability(device)))
-    return not reason, reason or f"{torch.cuda.get_device_name(device)}: native kernels"
+    capability = torch.cuda.get_device_capability(device)
+    reason = str(torch.ops.cake.cuda_support(*capability))
+    kernels = "native kernels"
+    if capability[0] == 10:
+        kernels += ", compiled and checked by the model, never run on the chip"
+    return not reason, reason or f"{torch.cuda.get_device_name(device)}: {kernels}"
 
 
 def require_gpu(option: str, name: str) -> torch.device:

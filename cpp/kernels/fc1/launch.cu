@@ -1,10 +1,30 @@
 #include "fc1/decode_sm90.cuh"
+#include "fc1/kernel_sm100.cuh"
 #include "fc1/launch.h"
 #include "fc1/prefill_sm90.cuh"
 #include "kernel_launch.h"
 #include "tensor_map.h"
 
 namespace cake {
+namespace {
+
+Status launch_sm100(const fc1::Params& params, const Plan& plan, LaunchConfig where) {
+  using Config = fc1::Sm100<8>;
+  CUtensorMap w13_map;
+  CAKE_RETURN_IF_ERROR(make_swizzled_byte_map(params.w13,
+                                              2ull * kKimiK3.num_experts * Config::kIntermediate,
+                                              Config::kHidden / 2, Config::kRows, &w13_map));
+  CUtensorMap input_map;
+  CAKE_RETURN_IF_ERROR(make_swizzled_byte_map(
+      params.input, static_cast<uint64_t>(params.num_tokens), Config::kHidden / 2, 1, &input_map));
+  return with_sm100_tile_pairs(plan.tile_pairs, [&]<int kN>() {
+    where.block = dim3(fc1::Sm100<kN>::kThreads + model::kEngineThreads);
+    where.shared_bytes = sizeof(fc1::Sm100Storage<kN>);
+    return launch("cake_fc1_sm100", where, &fc1::cake_fc1_sm100<kN>, params, w13_map, input_map);
+  });
+}
+
+}  // namespace
 
 static_assert(fc1::Decode::kTilePairs == kDecodeTilePairs);
 static_assert(grouped_mma::kTilePairs == kPrefillTilePairs);
@@ -12,14 +32,23 @@ static_assert(grouped_mma::kTilePairs == kPrefillTilePairs);
 Status load_fc1() {
   CAKE_RETURN_IF_ERROR(
       load_kernel("cake_fc1_decode_sm90", &fc1::cake_fc1_decode_sm90, sizeof(fc1::DecodeStorage)));
-  return load_kernel("cake_fc1_prefill_sm90", &fc1::cake_fc1_prefill_sm90,
-                     sizeof(fc1::PrefillStorage));
+  CAKE_RETURN_IF_ERROR(load_kernel("cake_fc1_prefill_sm90", &fc1::cake_fc1_prefill_sm90,
+                                   sizeof(fc1::PrefillStorage)));
+  for (const int32_t tile_pairs : kSm100TilePairs) {
+    CAKE_RETURN_IF_ERROR(with_sm100_tile_pairs(tile_pairs, [&]<int kN>() {
+      return load_kernel("cake_fc1_sm100", &fc1::cake_fc1_sm100<kN>, sizeof(fc1::Sm100Storage<kN>));
+    }));
+  }
+  return {};
 }
 
 Status launch_fc1(const fc1::Params& params, const Plan& plan, void* stream) {
   LaunchConfig where;
   where.grid = dim3(static_cast<unsigned>(plan.num_ctas));
   where.stream = static_cast<cudaStream_t>(stream);
+  if (plan.kernels == Kernels::kSm100) {
+    return launch_sm100(params, plan, where);
+  }
   if (plan.kernels == Kernels::kDecode) {
     where.block = dim3(fc1::Decode::kThreads);
     where.shared_bytes = sizeof(fc1::DecodeStorage);
