@@ -49,7 +49,9 @@ __device__ __forceinline__ void store_features(const Sm100Item& item, uint32_t s
   uint32_t odd[4 * kBlocks];   // of feature 2r + 1
   ptx::tcgen05_ld_16x256b(even, sums + first);
   ptx::tcgen05_ld_16x256b(odd, sums + tcgen05::tensor_address(16, first));
-  ptx::tcgen05_wait_ld(even, odd);
+  if (!model::planted(PlantedBug::kMissingLoadWait)) {
+    ptx::tcgen05_wait_ld(even, odd);
+  }
   const int32_t r = lane / 4;
 #pragma unroll
   for (int b = 0; b < kBlocks; ++b) {

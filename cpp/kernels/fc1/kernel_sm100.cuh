@@ -122,7 +122,10 @@ __device__ __forceinline__ void multiply(Sm100Storage<kN>& shared, const DealtIt
                                        tcgen05::advance(token_blocks, i * tcgen05::kScaleBlock));
       }
       const uint64_t weights = tcgen05::operand_descriptor(ptx::shared_address(stage.weights));
-      const uint64_t tokens = tcgen05::operand_descriptor(ptx::shared_address(stage.tokens));
+      uint64_t tokens = tcgen05::operand_descriptor(ptx::shared_address(stage.tokens));
+      if (model::planted(PlantedBug::kWrongSwizzle)) {
+        tokens &= ~(uint64_t{7} << 61);
+      }
 #pragma unroll
       for (int i = 0; i < Config::kSteps; ++i) {
         const int scale_step = model::planted(PlantedBug::kWrongScaleColumn) ? 4 * i + 4 : 4 * i;
@@ -152,7 +155,9 @@ __device__ __forceinline__ void epilogue_warp(const Params& params, Sm100Storage
     if (!model::planted(PlantedBug::kMissingCommitWait)) {
       ptx::mbarrier_wait(ptx::shared_address(&shared.sums_full[sums.stage]), sums.parity);
     }
-    ptx::tcgen05_fence_after_thread_sync();
+    if (!model::planted(PlantedBug::kMissingFenceAfter)) {
+      ptx::tcgen05_fence_after_thread_sync();
+    }
     int32_t first = 0;
     if constexpr (kN > 8) {  // two blocks at a time hide each other's latencies
       for (; first + 8 < item.count; first += 16) {
