@@ -188,7 +188,7 @@ class Fc1Sm100 : public ModelTest, public ::testing::WithParamInterface<int32_t>
   }
 };
 
-TEST_P(Fc1Sm100, MatchesTheCpuPathAtEveryKindOfTile) {
+TEST_P(Fc1Sm100, MatchesCpuPath) {
   const int32_t most = GetParam();
   std::vector<int> counts;
   for (const int count : {most, 1, 7, 8, 9, most - 1}) {

@@ -15,4 +15,11 @@ __device__ __forceinline__ void st_shared(uint32_t address, uint32_t word) {
   model::state().stores[address / 4] = (threadIdx.x + 1) << 20 | (self.fences & 0xFFFFFu);
 }
 
+__device__ __forceinline__ void st_shared(uint32_t address, uint4 words) {
+  const uint32_t all[4] = {words.x, words.y, words.z, words.w};
+  for (int i = 0; i < 4; ++i) {
+    st_shared(address + 4 * i, all[i]);
+  }
+}
+
 }  // namespace cake::ptx
