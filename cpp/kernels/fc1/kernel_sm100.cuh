@@ -87,6 +87,14 @@ template <int kN>
 __device__ __forceinline__ void multiply(Sm100Storage<kN>& shared, const DealtItems& items,
                                          uint32_t tensor_memory) {
   using Config = Sm100<kN>;
+  // Descriptors of the first stage.
+  const auto& stage = shared.stages[0];
+  const uint64_t first_weights = tcgen05::operand_descriptor(ptx::shared_address(stage.weights));
+  const uint64_t first_tokens = tcgen05::operand_descriptor(ptx::shared_address(stage.tokens));
+  const uint64_t first_weight_blocks =
+      tcgen05::scale_descriptor(ptx::shared_address(stage.weight_scales));
+  const uint64_t first_token_blocks =
+      tcgen05::scale_descriptor(ptx::shared_address(stage.token_scales));
   RingPosition<Config::kStages> ring;
   RingPosition<2> sums;
   for (TileCursor cursor(items); cursor.tile().count > 0; cursor.advance()) {
@@ -99,7 +107,6 @@ __device__ __forceinline__ void multiply(Sm100Storage<kN>& shared, const DealtIt
     }
 #pragma unroll 1
     for (int32_t k = 0; k < Config::kUnits; ++k) {
-      typename Sm100Storage<kN>::Stage& stage = shared.stages[ring.stage];
       if (!model::planted(PlantedBug::kMissingFullWait)) {
         ptx::mbarrier_wait(ptx::shared_address(&shared.full[ring.stage]), ring.parity);
       }
@@ -110,10 +117,9 @@ __device__ __forceinline__ void multiply(Sm100Storage<kN>& shared, const DealtIt
       const uint32_t weight_scales =
           tensor_memory + Config::kFirstScaleColumn + scale_stage * Config::kStageColumns;
       const uint32_t token_scales = weight_scales + Config::kWeightScaleColumns;
-      const uint64_t weight_blocks =
-          tcgen05::scale_descriptor(ptx::shared_address(stage.weight_scales));
-      const uint64_t token_blocks =
-          tcgen05::scale_descriptor(ptx::shared_address(stage.token_scales));
+      const uint32_t offset = ring.stage * static_cast<uint32_t>(sizeof(stage));
+      const uint64_t weight_blocks = tcgen05::advance(first_weight_blocks, offset);
+      const uint64_t token_blocks = tcgen05::advance(first_token_blocks, offset);
 #pragma unroll
       for (int i = 0; i < Config::kSteps; ++i) {
         ptx::tcgen05_cp_32x128b_warpx4(weight_scales + 4 * i,
@@ -121,8 +127,8 @@ __device__ __forceinline__ void multiply(Sm100Storage<kN>& shared, const DealtIt
         ptx::tcgen05_cp_32x128b_warpx4(token_scales + 4 * i,
                                        tcgen05::advance(token_blocks, i * tcgen05::kScaleBlock));
       }
-      const uint64_t weights = tcgen05::operand_descriptor(ptx::shared_address(stage.weights));
-      uint64_t tokens = tcgen05::operand_descriptor(ptx::shared_address(stage.tokens));
+      const uint64_t weights = tcgen05::advance(first_weights, offset);
+      uint64_t tokens = tcgen05::advance(first_tokens, offset);
       if (model::planted(PlantedBug::kWrongSwizzle)) {
         tokens &= ~(uint64_t{7} << 61);
       }
@@ -184,6 +190,8 @@ __global__ void __launch_bounds__(Sm100<kN>::kThreads + model::kEngineThreads, 1
   __trap();  // the plan never picks this kernel elsewhere
 #else
   using Config = Sm100<kN>;
+  static_assert(sizeof(Sm100Storage<kN>) <= model::kMaxSharedBytes,
+                "shared memory exceeds what a CTA may have");
   extern __shared__ __align__(1024) uint8_t fc1_sm100_storage[];
   const model::Engine engine(Config::kThreads);
   if (engine.ran()) {
