@@ -60,6 +60,12 @@ def test_environment_turns_batch_invariance_on(value: str, kernels: str) -> None
     assert json.loads(torch.ops.cake.plan(1, True))["kernels"] == "prefill"
 
 
+def test_plan_depends_on_the_gpu() -> None:
+    plans = [json.loads(torch.ops.cake.plan(40, major=major)) for major in (9, 10)]
+    assert [plan["kernels"] for plan in plans] == ["decode", "sm100"]
+    assert [plan["tile_pairs"] for plan in plans] == [8, 64]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
