@@ -112,7 +112,9 @@ Status fused_moe(const Arguments& a) {
                                      .fc2_alpha = a.fc2_alpha,
                                      .rows = w.fc2_rows,
                                      .first_block = first,
-                                     .num_blocks = blocks},
+                                     .num_blocks = blocks,
+                                     .num_pairs = a.num_tokens * kShape.top_k,
+                                     .work_counter = w.work_counter},
                                     plan, a.stream));
     CAKE_RETURN_IF_ERROR(
         launch_finalize({.topk_ids = a.topk_ids,

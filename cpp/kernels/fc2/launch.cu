@@ -1,9 +1,46 @@
+#include <algorithm>
+
 #include "fc2/decode_sm90.cuh"
+#include "fc2/kernel_sm100.cuh"
 #include "fc2/launch.h"
 #include "fc2/prefill_sm90.cuh"
 #include "kernel_launch.h"
+#include "tensor_map.h"
+#include "workspace.h"
 
 namespace cake {
+namespace {
+
+// The counter is set to 0 once in a call.
+static_assert(fc2_blocks_per_part(kKimiK3, 1024) == kKimiK3.hidden / kFc2BlockRows,
+              "a pooled call must have one launch of FC2");
+
+// Blocks that a CTA claims at a time: about a 24th of all that it does where it does little, so
+// that the CTAs end together; at least two (256 rows) otherwise, to hide the claims.
+int32_t claim_blocks(const fc2::Params& params, int32_t num_ctas) {
+  const int64_t most_blocks = int64_t{params.num_pairs} * params.num_blocks;
+  return static_cast<int32_t>(std::clamp<int64_t>(most_blocks / num_ctas / 24, 1, 2));
+}
+
+Status launch_sm100(fc2::Params params, const Plan& plan, LaunchConfig where) {
+  params.claim_blocks = claim_blocks(params, plan.num_ctas);
+  return with_sm100_tile_pairs(plan.tile_pairs, [&]<int kN>() -> Status {
+    using Config = fc2::Sm100<kN>;
+    CUtensorMap w2_map;
+    CAKE_RETURN_IF_ERROR(make_swizzled_byte_map(
+        params.w2, static_cast<uint64_t>(kKimiK3.num_experts) * kKimiK3.hidden, Config::kRowBytes,
+        Config::kBlockRows, &w2_map));
+    CUtensorMap input_map;
+    CAKE_RETURN_IF_ERROR(
+        make_swizzled_byte_map(params.input, static_cast<uint64_t>(params.num_pairs),
+                               Config::kRowBytes, Config::kGroupPairs, &input_map));
+    where.block = dim3(Config::kThreads + model::kEngineThreads);
+    where.shared_bytes = sizeof(fc2::Sm100Storage<kN>);
+    return launch("cake_fc2_sm100", where, &fc2::cake_fc2_sm100<kN>, params, w2_map, input_map);
+  });
+}
+
+}  // namespace
 
 static_assert(fc2::Decode::kTilePairs == kDecodeTilePairs);
 static_assert(grouped_mma::kTilePairs == kPrefillTilePairs);
@@ -11,14 +48,23 @@ static_assert(grouped_mma::kTilePairs == kPrefillTilePairs);
 Status load_fc2() {
   CAKE_RETURN_IF_ERROR(
       load_kernel("cake_fc2_decode_sm90", &fc2::cake_fc2_decode_sm90, sizeof(fc2::DecodeStorage)));
-  return load_kernel("cake_fc2_prefill_sm90", &fc2::cake_fc2_prefill_sm90,
-                     sizeof(fc2::PrefillStorage));
+  CAKE_RETURN_IF_ERROR(load_kernel("cake_fc2_prefill_sm90", &fc2::cake_fc2_prefill_sm90,
+                                   sizeof(fc2::PrefillStorage)));
+  for (const int32_t tile_pairs : kSm100TilePairs) {
+    CAKE_RETURN_IF_ERROR(with_sm100_tile_pairs(tile_pairs, [&]<int kN>() {
+      return load_kernel("cake_fc2_sm100", &fc2::cake_fc2_sm100<kN>, sizeof(fc2::Sm100Storage<kN>));
+    }));
+  }
+  return {};
 }
 
 Status launch_fc2(const fc2::Params& params, const Plan& plan, void* stream) {
   LaunchConfig where;
   where.grid = dim3(static_cast<unsigned>(plan.num_ctas));
   where.stream = static_cast<cudaStream_t>(stream);
+  if (plan.kernels == Kernels::kSm100) {
+    return launch_sm100(params, plan, where);
+  }
   if (plan.kernels == Kernels::kDecode) {
     where.block = dim3(fc2::Decode::kThreads);
     where.shared_bytes = sizeof(fc2::DecodeStorage);
