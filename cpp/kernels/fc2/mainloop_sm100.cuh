@@ -198,6 +198,14 @@ __device__ __forceinline__ void copy_scales(uint32_t columns, const uint8_t* sca
   }
 }
 
+// The lines of an operand.
+__device__ __forceinline__ uint64_t operand(const void* lines) {
+  const uint32_t address = ptx::shared_address(lines);
+  return model::planted(PlantedBug::kWrongSwizzle)
+             ? tcgen05::MatrixDescriptor{address, 16, 1024, tcgen05::Swizzle::kNone}.encode()
+             : tcgen05::operand_descriptor(address);
+}
+
 // One thread. All matrix instructions.
 template <int kN>
 __device__ __forceinline__ void multiply(Sm100Storage<kN>& shared, uint32_t tensor_memory) {
@@ -217,7 +225,7 @@ __device__ __forceinline__ void multiply(Sm100Storage<kN>& shared, uint32_t tens
     const uint32_t instruction =
         tcgen05::instruction_descriptor(columns - (model::planted(PlantedBug::kWrongN) ? 8 : 0));
     typename Config::Tokens& tokens = shared.tokens[slot.stage];
-    const uint64_t rows = tcgen05::operand_descriptor(ptx::shared_address(tokens.rows));
+    const uint64_t rows = operand(tokens.rows);
     const uint32_t token_scales =
         tensor_memory + Config::kTokenScales + slot.stage * Config::kScaleColumns;
     ptx::mbarrier_wait(ptx::shared_address(&shared.tokens_full[slot.stage]), slot.parity);
@@ -226,7 +234,7 @@ __device__ __forceinline__ void multiply(Sm100Storage<kN>& shared, uint32_t tens
 #pragma unroll 1
     for (int32_t block = 0; block < blocks; ++block) {
       typename Config::Stage& stage = shared.stages[ring.stage];
-      const uint64_t weights = tcgen05::operand_descriptor(ptx::shared_address(stage.weights));
+      const uint64_t weights = operand(stage.weights);
       const int32_t scale_stage = model::planted(PlantedBug::kScaleReuse) ? 0 : ring.stage;
       const uint32_t weight_scales =
           tensor_memory + Config::kWeightScales + scale_stage * Config::kScaleColumns;
