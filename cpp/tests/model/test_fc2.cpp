@@ -18,7 +18,7 @@ constexpr int kIntermediate = 384;
 constexpr int kScales = kIntermediate / 16;
 constexpr int kExperts = 4;
 constexpr int kUnused = 5;  // pairs of no tile: empty slots
-constexpr uint16_t kUntouched = 0x7FA5;
+constexpr uint16_t kUntouched = 0x5A5A;  // 1.5e16
 
 struct Case {
   int32_t tile_pairs;
@@ -27,6 +27,7 @@ struct Case {
   bool pooled = false;
   int32_t first_block = 0;
   int32_t num_blocks = 3;
+  int32_t nan_row = -1;  // of the intermediate: one of its scales is NaN
 };
 
 // Rows of kIntermediate codes, with their scales in rows.
@@ -71,7 +72,10 @@ class Fc2Sm100 : public ModelTest {
     std::shuffle(expert_pairs.begin(), expert_pairs.end(), random);
 
     const Rows weights(int64_t{kExperts} * kHidden, random);
-    const Rows tokens(pairs, random);
+    Rows tokens(pairs, random);
+    if (test.nan_row >= 0) {
+      tokens.scales[test.nan_row * kScales + 5] = kE4m3NaN;
+    }
     std::vector<uint8_t> w2_sf(weights.scales.size());
     for (int64_t row = 0; row < int64_t{kExperts} * kHidden; ++row) {
       for (int32_t c = 0; c < kScales; ++c) {
@@ -114,8 +118,9 @@ class Fc2Sm100 : public ModelTest {
       CAKE_RETURN_IF_ERROR(fc1.launch());
       return launch_fc2(params, plan, nullptr);
     };
-    // Least and greatest result; the model's sums differ from exact ones by their roundings.
-    std::vector<float> least(static_cast<size_t>(pairs) * columns, NAN), greatest(least);
+    // Least and greatest result; the model's sums differ from exact ones by their roundings. Both
+    // NaN: the result is NaN; infinite: nothing is written.
+    std::vector<float> least(static_cast<size_t>(pairs) * columns, INFINITY), greatest(least);
     for (const Tile& tile : tiles) {
       for (int32_t n = 0; n < columns; ++n) {
         const int32_t row = test.first_block * 128 + n;
@@ -142,8 +147,10 @@ class Fc2Sm100 : public ModelTest {
           return "pair " + std::to_string(at / columns) + ", column " +
                  std::to_string(at % columns);
         };
-        if (std::isnan(least[at])) {
+        if (std::isinf(least[at])) {
           ASSERT_EQ(got[at], kUntouched) << where();
+        } else if (std::isnan(least[at])) {
+          ASSERT_TRUE(is_nan(bf16_to_float(got[at]))) << where();
         } else {
           ASSERT_GE(bf16_to_float(got[at]), bf16_to_float(float_to_bf16(least[at]))) << where();
           ASSERT_LE(bf16_to_float(got[at]), bf16_to_float(float_to_bf16(greatest[at]))) << where();
@@ -198,6 +205,9 @@ TEST_F(Fc2Sm100, FewerBlocksThanCtas) {
 TEST_F(Fc2Sm100, PooledFewerBlocksThanCtas) {
   check({.tile_pairs = 8, .counts = {2}, .num_ctas = 5, .pooled = true, .num_blocks = 3});
 }
+
+// The first row after a tile's is in its boxes, and in a column of its own.
+TEST_F(Fc2Sm100, NaNStaysInItsPair) { check({.tile_pairs = 16, .counts = {3, 9}, .nan_row = 3}); }
 
 TEST_F(Fc2Sm100, NoTiles) { check({.tile_pairs = 8, .counts = {}}); }
 TEST_F(Fc2Sm100, PooledNoTiles) { check({.tile_pairs = 128, .counts = {}, .pooled = true}); }

@@ -35,7 +35,8 @@ constexpr const char* kBugs[] = {
 static_assert(std::size(kBugs) == static_cast<size_t>(PlantedBug::kCount));
 
 // The test of each kernel that asks for planted bugs.
-constexpr const char* kTests[] = {"ToyGemm.MatchesReference", "Fc1Sm100.MatchesCpuPath/N16"};
+constexpr const char* kTests[] = {"ToyGemm.MatchesReference", "Fc1Sm100.MatchesCpuPath/N16",
+                                  "Fc2Sm100.ManyBlocks"};
 
 struct Outcome {
   bool planted = false;  // the kernel asked for the bug
