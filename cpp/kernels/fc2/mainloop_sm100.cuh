@@ -37,12 +37,13 @@ template <int kN>
 __device__ __forceinline__ void load_weights(const Params& params, const CUtensorMap& w2_map,
                                              Sm100Storage<kN>& shared) {
   using Config = Sm100<kN>;
-  // An expert with several tiles reads its weights again; only the largest tiles leave it many.
-  const uint64_t policy =
-      kN == 128 ? ptx::createpolicy_evict_normal() : ptx::createpolicy_evict_first();
+  const int32_t num_tiles = load_num_tiles(params.num_tiles);
+  // With more tiles than experts, weights are read again soon.
+  const uint64_t policy = num_tiles > Config::kExperts ? ptx::createpolicy_evict_normal()
+                                                       : ptx::createpolicy_evict_first();
   WorkCursor cursor(params.tiles, params.num_blocks,
                     {.counter = params.work_counter,
-                     .blocks = load_num_tiles(params.num_tiles) * params.num_blocks,
+                     .blocks = num_tiles * params.num_blocks,
                      .claim_blocks = params.claim_blocks});
   TileBlocks work = cursor.next();
   RingPosition<Config::kStages> ring;
@@ -188,9 +189,8 @@ __device__ __forceinline__ void load_tokens(const Params& params, const CUtensor
 
 // Copies the scales of a block's instructions to tensor memory.
 template <int kN>
-__device__ __forceinline__ void copy_scales(uint32_t columns, const uint8_t* scales) {
+__device__ __forceinline__ void copy_scales(uint32_t columns, uint64_t blocks) {
   using Config = Sm100<kN>;
-  const uint64_t blocks = tcgen05::scale_descriptor(ptx::shared_address(scales));
 #pragma unroll
   for (int k = 0; k < Config::kSteps; ++k) {
     ptx::tcgen05_cp_32x128b_warpx4(columns + k * Config::kStepColumns,
@@ -210,6 +210,13 @@ __device__ __forceinline__ uint64_t operand(const void* lines) {
 template <int kN>
 __device__ __forceinline__ void multiply(Sm100Storage<kN>& shared, uint32_t tensor_memory) {
   using Config = Sm100<kN>;
+  // Descriptors of the first stage and slot; the others lie at multiples of their sizes.
+  const typename Config::Stage& stage = shared.stages[0];
+  const typename Config::Tokens& tokens = shared.tokens[0];
+  const uint64_t first_weights = operand(stage.weights);
+  const uint64_t first_rows = operand(tokens.rows);
+  const uint64_t first_stage_blocks = tcgen05::scale_descriptor(ptx::shared_address(stage.scales));
+  const uint64_t first_slot_blocks = tcgen05::scale_descriptor(ptx::shared_address(tokens.scales));
   RingPosition<Config::kStages> ring;
   RingPosition<Config::kTokenSlots> slot;
   RingPosition<Config::kSums> sums;
@@ -224,17 +231,17 @@ __device__ __forceinline__ void multiply(Sm100Storage<kN>& shared, uint32_t tens
     const int32_t blocks = item.end - item.begin;
     const uint32_t instruction =
         tcgen05::instruction_descriptor(columns - (model::planted(PlantedBug::kWrongN) ? 8 : 0));
-    typename Config::Tokens& tokens = shared.tokens[slot.stage];
-    const uint64_t rows = operand(tokens.rows);
+    const uint32_t slot_offset = slot.stage * static_cast<uint32_t>(sizeof(tokens));
+    const uint64_t rows = tcgen05::advance(first_rows, slot_offset);
     const uint32_t token_scales =
         tensor_memory + Config::kTokenScales + slot.stage * Config::kScaleColumns;
     ptx::mbarrier_wait(ptx::shared_address(&shared.tokens_full[slot.stage]), slot.parity);
     ptx::tcgen05_fence_after_thread_sync();
-    copy_scales<kN>(token_scales, tokens.scales);
+    copy_scales<kN>(token_scales, tcgen05::advance(first_slot_blocks, slot_offset));
 #pragma unroll 1
     for (int32_t block = 0; block < blocks; ++block) {
-      typename Config::Stage& stage = shared.stages[ring.stage];
-      const uint64_t weights = operand(stage.weights);
+      const uint32_t stage_offset = ring.stage * static_cast<uint32_t>(sizeof(stage));
+      const uint64_t weights = tcgen05::advance(first_weights, stage_offset);
       const int32_t scale_stage = model::planted(PlantedBug::kScaleReuse) ? 0 : ring.stage;
       const uint32_t weight_scales =
           tensor_memory + Config::kWeightScales + scale_stage * Config::kScaleColumns;
@@ -247,7 +254,7 @@ __device__ __forceinline__ void multiply(Sm100Storage<kN>& shared, uint32_t tens
       if (!model::planted(PlantedBug::kMissingFenceAfter)) {
         ptx::tcgen05_fence_after_thread_sync();
       }
-      copy_scales<kN>(weight_scales, stage.scales);
+      copy_scales<kN>(weight_scales, tcgen05::advance(first_stage_blocks, stage_offset));
 #pragma unroll
       for (int k = 0; k < Config::kSteps; ++k) {
         const int line = k / Config::kLineSteps;
