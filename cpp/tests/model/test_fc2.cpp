@@ -17,7 +17,7 @@ constexpr int kHidden = 3584;
 constexpr int kIntermediate = 384;
 constexpr int kScales = kIntermediate / 16;
 constexpr int kExperts = 4;
-constexpr int kUnused = 5;  // pairs of no tile: empty slots
+constexpr int kUnused = 5;               // pairs of no tile: empty slots
 constexpr uint16_t kUntouched = 0x5A5A;  // 1.5e16
 
 struct Case {
