@@ -160,6 +160,7 @@ class Fc2Sm100 : public ModelTest {
         EXPECT_GE(counter.download<int32_t>()[0], test.num_ctas) << "every CTA must have claimed";
       }
     };
+    ASSERT_TRUE(load_fc2().ok());
     run(launch, verify);
   }
 };
