@@ -36,6 +36,8 @@ need_nvcc
 need_extra dev
 # Every later cuobjdump reads the cubins of CUDA 13.0; the package begins at 13.2.
 need cuobjdump "nvidia-cuda-cuobjdump>=13.2,<14"
+# CuTe's headers, for the layouts of the Blackwell instructions.
+need cutlass --no-deps "nvidia-cutlass==4.2.0.0"
 need_gtest
 
 step "Lint: Python" "ruff check --fix . && ruff format . repair most; types are for you."
@@ -53,6 +55,7 @@ python ci/check_layers.py
 
 step "C++ tests: build" "Read the log named above; remove build/tests to start afresh."
 quiet configure cmake -S . -B build/tests -G Ninja -DCAKE_TESTS=ON -DCMAKE_BUILD_TYPE=Release \
+  -DCAKE_CUTE_ORACLE=ON -DCAKE_TCGEN05_MODEL=ON \
   -DPython_EXECUTABLE="$CAKE_VENV/bin/python"
 quiet build_tests cmake --build build/tests --parallel "$(jobs_count)"
 

@@ -1,5 +1,5 @@
 // Descriptors and layouts of the block-scaled FP4 matrix instruction (ptx/tcgen05.cuh), as plain
-// formulas for host and device. tests/oracle compares every one with CuTe's.
+// formulas for host and device. tests/test_cute_oracle.cpp compares each with CuTe's.
 #pragma once
 
 #include <cstdint>

@@ -47,8 +47,9 @@ __device__ __forceinline__ void mbarrier_arrive(
 
 __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity,
                                               model::Location where = model::Location::current()) {
+  constexpr uint32_t kNap = 1000;  // nanoseconds
   auto* const object = static_cast<__mbarrier_t*>(__cvta_shared_to_generic(barrier));
-  for (const int64_t since = clock64(); !__mbarrier_test_wait_parity(object, parity != 0);) {
+  for (const int64_t since = clock64(); !__mbarrier_try_wait_parity(object, parity != 0, kNap);) {
     if (clock64() - since > model::kPatience) {
       model::time_out(where, barrier);
     }
