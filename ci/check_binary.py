@@ -3,12 +3,14 @@
     python ci/check_binary.py [--cpu-only] WHEEL
 
 Prints one line for each check; exit status 1 if any failed. Needs pyelftools, and for the cubins
-cuobjdump (beside nvcc, on PATH, or from the package nvidia-cuda-cuobjdump).
+cuobjdump and nvdisasm (beside nvcc, on PATH, or from the packages nvidia-cuda-cuobjdump and
+nvidia-cuda-nvdisasm). What is checked of the Blackwell kernels' machine code: check_sass.py.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shutil
 import subprocess
@@ -22,9 +24,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "build_support"))
+sys.path[:0] = [str(ROOT / "build_support"), str(ROOT / "ci")]
 
 from cake_build import nvcc  # noqa: E402
+from check_sass import MATRIX_INSTRUCTION, check_blackwell  # noqa: E402
 
 # What a system with glibc 2.34 (the wheel's platform tag) brings: its libstdc++ is GCC 11's.
 CEILINGS = {"GLIBC": (2, 34), "GLIBCXX": (3, 4, 29), "CXXABI": (1, 3, 13)}
@@ -167,32 +170,42 @@ def missing_cubins(kernels: dict[str, set[str]]) -> list[str]:
     return problems
 
 
-def find_cuobjdump() -> Path | None:
-    """Cuobjdump beside nvcc, on PATH, or in this interpreter's packages."""
-    compiler, on_path = nvcc(), shutil.which("cuobjdump")
-    candidates = [compiler.with_name("cuobjdump")] if compiler else []
+def find_tool(name: str) -> Path | None:
+    """A program of CUDA beside nvcc, on PATH, or in this interpreter's packages."""
+    compiler, on_path = nvcc(), shutil.which(name)
+    candidates = [compiler.with_name(name)] if compiler else []
     candidates += [Path(on_path)] if on_path else []
     packages = Path(sysconfig.get_path("purelib"), "nvidia")
-    candidates += sorted(packages.glob("cu1*/bin/cuobjdump"))
+    candidates += sorted(packages.glob(f"cu1*/bin/{name}"))
     return next((c for c in candidates if c.is_file()), None)
 
 
 def check_cubins(library: Path, report: Report) -> None:
-    """Every kernel has every architecture, and there is no PTX."""
-    tool = find_cuobjdump()
-    if tool is None:
-        report.add("cubins", "not read", ["no cuobjdump: pip install nvidia-cuda-cuobjdump"])
+    """Every kernel has every architecture, there is no PTX, and Blackwell's code is as meant."""
+    names = ("cuobjdump", "nvdisasm")
+    tool, disassembler = (find_tool(name) for name in names)
+    if tool is None or disassembler is None:
+        missing = [f"pip install nvidia-cuda-{n}" for n in names if find_tool(n) is None]
+        report.add("cubins", "not read", missing)
         return
+    environment = {**os.environ, "PATH": f"{disassembler.parent}:{os.environ.get('PATH', '')}"}
 
-    def dump(option: str) -> str:
-        command = [str(tool), option, str(library)]
-        return subprocess.run(command, capture_output=True, text=True).stdout
+    def dump(*options: str) -> str:
+        command = [str(tool), *options, str(library)]
+        return subprocess.run(command, capture_output=True, text=True, env=environment).stdout
 
     kernels = parse_kernels(dump("--dump-elf-symbols"))
     archs = sorted(set().union(*kernels.values()), key=lambda a: (len(a), a))
     report.add("cubins", f"{len(kernels)} kernels; {' '.join(archs)}", missing_cubins(kernels))
     ptx = re.findall(r"\S+\.ptx\b", dump("--list-ptx"))
     report.add("PTX", len(ptx), [f"{p}: build -real architectures only" for p in ptx])
+    for arch in MATRIX_INSTRUCTION:
+        listings = [
+            dump(option, "--gpu-architecture", arch)
+            for option in ("--dump-sass", "--dump-resource-usage", "--dump-elf")
+        ]
+        found, problems = check_blackwell(arch, kernels, *listings)
+        report.add(f"code of {arch}", f"{found} Blackwell kernels", problems)
 
 
 def check_library(path: Path, report: Report) -> None:

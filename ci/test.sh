@@ -35,7 +35,7 @@ setup_env
 need_nvcc
 need_extra dev
 # Every later cuobjdump reads the cubins of CUDA 13.0; the package begins at 13.2.
-need cuobjdump "nvidia-cuda-cuobjdump>=13.2,<14"
+need cuobjdump "nvidia-cuda-cuobjdump>=13.2,<14" "nvidia-cuda-nvdisasm>=13.2,<14"
 # CuTe's headers, for the layouts of the Blackwell instructions.
 need cutlass --no-deps "nvidia-cutlass==4.2.0.0"
 need_gtest

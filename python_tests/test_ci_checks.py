@@ -24,6 +24,7 @@ def load(name: str) -> ModuleType:
 
 layers = load("check_layers")
 binary = load("check_binary")
+sass = sys.modules["check_sass"]
 
 
 def plant(root: Path, files: dict[str, str]) -> list[str]:
@@ -234,3 +235,132 @@ def test_wheel_without_library(tmp_path: Path) -> None:
     report = binary.check_wheel(wheel, cpu_only=True)
     failed = [line.split()[1] for line in report.lines if line.startswith("FAIL")]
     assert failed == ["tag", "libraries"]
+
+
+FC1 = "_ZN4cake3fc114cake_fc1_sm100ILi8EEEvv"
+FC2 = "_ZN4cake3fc214cake_fc2_sm100ILi8EEEvv"
+
+# As cuobjdump lists it: address, guard, opcode, operands, encoding.
+PRODUCT = """
+        /*0000*/                   LDC R1, c[0x0][0x37c] ;                  /* 0x0000df00ff017b82 */
+                                                                            /* 0x000fe20000000800 */
+        /*0010*/                   ACQBULK ;                                /* 0x000000000000782e */
+        /*0020*/                   PREEXIT ;
+        /*0030*/                   LDG.E.STRONG.GPU R6, desc[UR6][R4.64] ;
+        /*0040*/               @P0 BRA 0x80 ;
+        /*0050*/                   UTMALDG.2D [UR12], [UR22], desc[UR24] ;
+        /*0060*/                   UBLKCP.S.G [UR6], [UR4], UR9, desc[UR24] ;
+        /*0070*/                   UTMALDG.2D.GATHER4 [UR8], [UR4] ;
+        /*0080*/                   UTCCP.T.S.4 [UR5], gdesc[UR8] ;
+        /*0090*/                   UTCOMMA.{kind} gdesc[UR4], gdesc[UR6], tmem[UR8], idesc[UR10] ;
+        /*00a0*/                   UTCBAR [UR4], URZ ;
+        /*00b0*/                   LDTM.16dp256bit.x2 R8, tmem[UR4] ;
+        /*00c0*/                   EXIT ;
+"""
+# FC2's: weights in one branch, what depends on FC1 after the wait in another.
+TWO_WARPS = PRODUCT.replace("ACQBULK", "NOP").replace(
+    "UTMALDG.2D.GATHER4 [UR8], [UR4] ;",
+    """EXIT ;
+        /*0074*/                   ACQBULK ;
+        /*0078*/                   UTMALDG.2D [UR8], [UR4] ;""",
+)
+TWO_WARPS = TWO_WARPS.replace("@P0 BRA 0x80", "@P0 BRA 0x74")
+
+
+def sass_of(name: str, code: str, arch: str = "sm_100a") -> str:
+    kind = sass.MATRIX_INSTRUCTION[arch].removeprefix("UTCOMMA.")
+    return f"\tcode for {arch}\n\t\tFunction : {name}\n{code.replace('{kind}', kind)}"
+
+
+def resources_of(name: str, registers: int = 128, threads: int = 0x140) -> tuple[str, str]:
+    usage = f" Function {name}:\n  REG:{registers} STACK:0 SHARED:1024 LOCAL:0 CONSTANT[0]:1280\n"
+    elf = f""".nv.info.{name}
+\t<0x20>
+\tAttribute:\tEIATTR_MAX_THREADS
+\tFormat:\tEIFMT_SVAL
+\tValue:\t{threads:#x} 0x1 0x1
+\t<0x21>
+\tAttribute:\tEIATTR_MAXREG_COUNT
+\tFormat:\tEIFMT_HVAL
+\tValue:\t0xa8
+.nv.callgraph
+"""
+    return usage, elf
+
+
+def blackwell(name: str, code: str, arch: str = "sm_100a", **numbers: int) -> list[str]:
+    """What is wrong with one kernel, without the lines of which kernel."""
+    kernels = sass.parse_sass(sass_of(name, code, arch))
+    resources = sass.parse_resources(*resources_of(name, **numbers))
+    assert isinstance(kernels, dict)
+    problems = sass.kernel_problems(arch, name, kernels[name], resources[name])
+    assert isinstance(problems, list)
+    return problems
+
+
+@pytest.mark.parametrize("arch", ["sm_100a", "sm_103a"])
+def test_blackwell_kernels_as_they_should_be(arch: str) -> None:
+    assert blackwell(FC1, PRODUCT, arch) == []
+    assert blackwell(FC2, TWO_WARPS, arch) == []
+
+
+@pytest.mark.parametrize(
+    "opcode",
+    ["UTCOMMA", "UTCCP", "LDTM", "UTCBAR", "UBLKCP", "UTMALDG.2D.GATHER4", "ACQBULK", "PREEXIT"],
+)
+def test_missing_instruction_is_found(opcode: str) -> None:
+    problems = blackwell(FC1, PRODUCT.replace(f" {opcode}", " NOP"))
+    assert any(p.startswith("no ") and opcode in p for p in problems), problems
+
+
+def test_matrix_instruction_of_the_other_architecture_is_found() -> None:
+    listing = sass_of(FC1, PRODUCT, "sm_103a")
+    kernels = sass.parse_sass(listing)
+    resources = sass.parse_resources(*resources_of(FC1))
+    found = sass.kernel_problems("sm_100a", FC1, kernels[FC1], resources[FC1])
+    assert found == ["no block-scaled matrix instruction (UTCOMMA.4X)"]
+
+
+@pytest.mark.parametrize("opcode", ["LDL.64", "STL"])
+def test_local_memory_is_found(opcode: str) -> None:
+    code = PRODUCT.replace("LDC R1", f"{opcode} R1")
+    assert blackwell(FC1, code) == [f"local memory: {opcode} at 0x0"]
+
+
+def test_registers_of_an_sm() -> None:
+    assert blackwell(FC1, PRODUCT, registers=200) == []  # 10 warps of 25 units of 256
+    assert len(blackwell(FC1, PRODUCT, registers=201)) == 1
+    assert len(blackwell(FC1, PRODUCT, threads=0)) == 1
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        PRODUCT.replace("LDC R1, c[0x0][0x37c]", "LDG.E R1, desc[UR6][R4.64]"),
+        PRODUCT.replace("        ACQBULK", "    @P1 ACQBULK"),
+        PRODUCT.replace("LDC R1, c[0x0][0x37c]", "BRA.U UP0, 0x50"),
+        PRODUCT.replace("LDC R1, c[0x0][0x37c]", "CALL.REL.NOINC 0x30"),
+        PRODUCT.replace("LDC R1, c[0x0][0x37c]", "BRX R2 -0x30"),
+    ],
+    ids=["read first", "guarded wait", "branch past it", "call past it", "indirect"],
+)
+def test_read_before_the_wait_is_found(code: str) -> None:
+    assert blackwell(FC1, code)
+
+
+def test_reads_after_the_wait_and_before_it() -> None:
+    assert blackwell(FC2, TWO_WARPS.replace("@P0 BRA 0x74", "@P0 BRA 0x78")) == [
+        "no tensor copy comes after ACQBULK only"
+    ]
+
+
+def test_every_blackwell_kernel_is_expected_and_there() -> None:
+    listing = sass_of(FC1, PRODUCT) + sass_of("_Z9new_sm100v", PRODUCT)
+    found, problems = sass.check_blackwell(
+        "sm_100a", [FC1, "_Z9new_sm100v", "_Z8old_sm90v"], listing, *resources_of(FC1)
+    )
+    assert found == 2
+    assert [p.split(":")[1].strip() for p in problems] == [
+        "no kernel cake_fc2_sm100",
+        "_Z9new_sm100v",
+    ]
