@@ -18,8 +18,6 @@
 // grid only after routing had finished), so the weights start before the wait.
 #pragma once
 
-#include <cuda_bf16.h>
-
 #include <cstdint>
 
 #include "common/grouped_mma_sm90.cuh"
@@ -27,66 +25,15 @@
 #include "common/pipeline.cuh"
 #include "common/swizzled_storage.cuh"
 #include "fc2/params.h"
-#include "ptx/arithmetic.cuh"
+#include "fc2/prefill_mma_sm90.cuh"
+#include "fc2/prefill_storage_sm90.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/bulk_copy.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/pdl.cuh"
 #include "ptx/setmaxnreg.cuh"
-#include "ptx/special_register.cuh"
-#include "ptx/store.cuh"
 
 namespace cake::fc2 {
-
-struct Prefill {
-  static constexpr int kHidden = 3584;
-  static constexpr int kIntermediate = 384;
-  static constexpr int kRowBytes = kIntermediate / 2;
-  static constexpr int kBlockRows = 128;
-  static constexpr int kExpertBlocks = kHidden / kBlockRows;
-  static constexpr int kUnits = kIntermediate / grouped_mma::kUnitColumns;
-  static constexpr int kStages = 4;
-  static constexpr int kSlots = 4;  // for units of pairs; unit k of item i is in (3 i + k) % 4
-  static constexpr int kItemBlocks = 14;  // at most so many blocks of an item
-  static constexpr int kUnpackWarps = 3;
-  static constexpr int kWeightBytes = kBlockRows * kRowBytes;
-  static constexpr int kScaleBytes = kBlockRows * kIntermediate / 16;
-};
-static_assert(Prefill::kStages % 2 == 0, "a stage must belong to one pair of warpgroups");
-static_assert(Prefill::kUnpackWarps + 1 == grouped_mma::kOtherWarps);
-
-// What the MMA warps need to know of an item.
-struct PrefillItem {
-  int32_t count;      // pairs; 0 after the last item
-  uint32_t unit_use;  // its first unit of pairs is the CTA's use `unit_use` of a slot
-  int32_t block;      // its first block of the launch's is the CTA's use `first_use` of a stage
-  int32_t first_use;
-  int32_t end_use;
-  float alpha;  // undoes the dequantization factors as well
-  alignas(16) int32_t pair_ids[32 * grouped_mma::kPairRegisters];
-};
-
-// A pair's intermediate as FC1 left it. The padding puts eight pairs' words into different banks.
-struct alignas(16) PackedPair {
-  uint8_t codes[Prefill::kRowBytes + 16];
-  uint8_t scales[Prefill::kIntermediate / 16];
-  uint8_t unused[8];
-};
-
-struct PrefillStorage {
-  grouped_mma::PairUnit pairs[Prefill::kSlots];
-  struct Stage {
-    uint8_t codes[Prefill::kBlockRows][Prefill::kRowBytes];
-    uint8_t scales[Prefill::kScaleBytes];  // 512 bytes hold 4 columns of 128 rows
-  } stages[Prefill::kStages];
-  PackedPair packed[grouped_mma::kTilePairs];  // of the item that is being or will be unpacked
-  PrefillItem items[3];  // the item before last may still be stored when an item is described
-  uint64_t full[Prefill::kStages];
-  uint64_t empty[Prefill::kStages];
-  uint64_t pairs_full[Prefill::kSlots];
-  uint64_t pairs_empty[Prefill::kSlots];
-};
-static_assert(sizeof(PrefillStorage) <= 232448, "shared memory exceeds 227 KB");
 
 // The blocks of an item: [begin, end) of the launch's.
 struct BlockRange {
@@ -220,143 +167,6 @@ __device__ __forceinline__ void unpack_warps(const Params& params, PrefillStorag
       }
     }
     fetch();
-  }
-}
-
-// What an MMA warp keeps through the kernel: little, since its registers are all in use.
-struct MmaWarp {
-  int32_t use;  // of a stage, that comes next; every second one is of these warpgroups
-  __device__ __forceinline__ Slot<Prefill::kStages> stage() const {
-    return Slot<Prefill::kStages>(static_cast<uint32_t>(use));
-  }
-  // Read anew whenever they are needed.
-  __device__ __forceinline__ int32_t warp() const {
-    return static_cast<int32_t>(ptx::tid_x() / 32);
-  }
-  __device__ __forceinline__ int32_t lane() const {
-    return static_cast<int32_t>(ptx::tid_x() % 32);
-  }
-  // Its 32 rows of a block, which it shares with a neighbour.
-  __device__ __forceinline__ int32_t rows_of_two() const {
-    return static_cast<int32_t>(ptx::tid_x() / 64 % 4);
-  }
-};
-
-// Sums of 64 rows of a block.
-template <int N>
-__device__ __forceinline__ void multiply_block(PrefillStorage& shared, const MmaWarp& self,
-                                               const PrefillItem& item,
-                                               float (&sums)[grouped_mma::kTilePairs / 2]) {
-  using namespace grouped_mma;
-  const int32_t row = LaneRow(self.warp(), self.lane()).row();
-  const int32_t t = self.lane() % 4;
-  const Slot<Prefill::kStages> stage_slot = self.stage();
-  const PrefillStorage::Stage& stage = shared.stages[stage_slot.stage];
-  const uint8_t* codes = stage.codes[self.rows_of_two() * 32 + row] + t * 16;
-  const uint8_t* scales =
-      stage.scales + t / 2 * kScaleBlockBytes + row * 16 + self.rows_of_two() * 4 + t % 2 * 2;
-  RawUnit raw;
-  const auto load = [&](int k) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      raw.codes[r] = *reinterpret_cast<const uint4*>(codes + r * 8 * Prefill::kRowBytes +
-                                                     k * (kUnitColumns / 2));
-      raw.scales[r] =
-          *reinterpret_cast<const uint16_t*>(scales + r * 128 + k * 2 * kScaleBlockBytes);
-    }
-    if (k + 1 == Prefill::kUnits) {
-      release_loaded(shared.empty[stage_slot.stage], self.lane(), raw.codes[0].x, raw.codes[1].x,
-                     raw.scales[0], raw.scales[1]);
-    }
-  };
-  const bool first_of_item = self.use - 2 < item.first_use;
-  const bool last_of_item = self.use + 2 >= item.end_use;
-  // The compiler does not know that this is the same in all lanes; uniform registers have room.
-  const uint32_t unit_use = __shfl_sync(0xFFFFFFFFu, item.unit_use, 0);
-#pragma unroll
-  for (int i = 0; i < N / 2; ++i) {
-    sums[i] = ptx::undefined_float();
-  }
-  ptx::mbarrier_wait(ptx::shared_address(&shared.full[stage_slot.stage]), stage_slot.parity);
-  load(0);
-  const auto multiply = [&]<int k>() {
-    const Slot<Prefill::kSlots> pairs(unit_use + k);
-    if (first_of_item) {
-      ptx::mbarrier_wait(ptx::shared_address(&shared.pairs_full[pairs.stage]), pairs.parity);
-    }
-    Fragments fragments;
-    multiply_unit<N, k == 0>(raw, ptx::shared_address(&shared.pairs[pairs.stage]), fragments, sums);
-    if (k + 1 < Prefill::kUnits) {
-      load(k + 1);
-    }
-    ptx::wgmma_wait_all<N>(sums);
-    if (last_of_item) {
-      release(shared.pairs_empty[pairs.stage], self.lane());
-    }
-  };
-  multiply.template operator()<0>();
-  multiply.template operator()<1>();
-  multiply.template operator()<2>();
-  static_assert(Prefill::kUnits == 3);
-}
-
-// Stores 64 output columns of the tile's pairs: each lane two consecutive ones, a warp 16.
-template <int N>
-__device__ __forceinline__ void store_outputs(const Params& params, const PrefillItem& item,
-                                              const MmaWarp& self,
-                                              const float (&sums)[grouped_mma::kTilePairs / 2]) {
-  const int32_t t = self.lane() % 4;
-  const uint32_t row_bytes = params.num_blocks * (Prefill::kBlockRows * 2);
-  const int32_t column = (item.block + self.use - item.first_use) * Prefill::kBlockRows +
-                         self.rows_of_two() * 32 +
-                         2 * grouped_mma::LaneRow(self.warp(), self.lane()).feature();
-  uint16_t* const outputs = params.rows + column;
-  const float alpha = item.alpha;
-  const auto* pair_ids = reinterpret_cast<const int2*>(item.pair_ids + 2 * t);
-#pragma unroll
-  for (int j = 0; j < N / 8; ++j) {
-    const int2 ids = pair_ids[4 * j];
-#pragma unroll
-    for (int c = 0; c < 2; ++c) {
-      const int32_t pair = c == 0 ? ids.x : ids.y;
-      const __nv_bfloat162 two =
-          __floats2bfloat162_rn(sums[4 * j + c] * alpha, sums[4 * j + 2 + c] * alpha);
-      ptx::st_global_if(pair >= 0,
-                        reinterpret_cast<uint8_t*>(outputs) +
-                            static_cast<uint64_t>(static_cast<uint32_t>(pair)) * row_bytes,
-                        *reinterpret_cast<const uint32_t*>(&two));
-    }
-  }
-}
-
-__device__ __forceinline__ void mma_warp(const Params& params, PrefillStorage& shared,
-                                         int32_t warp) {
-  using namespace grouped_mma;
-  MmaWarp self{warp / 8};
-  const PrefillItem* description = shared.items;
-  for (uint32_t unit_use = 0;;) {
-    const Slot<Prefill::kSlots> pairs(unit_use);
-    ptx::mbarrier_wait(ptx::shared_address(&shared.pairs_full[pairs.stage]), pairs.parity);
-    const PrefillItem& item = *description;
-    if (item.count == 0) {
-      break;
-    }
-    if (self.use >= item.end_use) {  // these warpgroups have no block of the item
-      for (uint32_t k = 0; k < Prefill::kUnits; ++k) {
-        const Slot<Prefill::kSlots> unit(unit_use + k);
-        ptx::mbarrier_wait(ptx::shared_address(&shared.pairs_full[unit.stage]), unit.parity);
-        release(shared.pairs_empty[unit.stage], self.lane());
-      }
-    }
-    for (; self.use < item.end_use; self.use += 2) {
-      with_columns(item.count, [&]<int N>() {
-        float sums[kTilePairs / 2];
-        multiply_block<N>(shared, self, item, sums);
-        store_outputs<N>(params, item, self, sums);
-      });
-    }
-    unit_use = item.unit_use + Prefill::kUnits;
-    description = description == &shared.items[2] ? shared.items : description + 1;
   }
 }
 
