@@ -4,106 +4,46 @@ In one process: the ceilings (read bandwidth of bulk copies, rate of a BF16 matr
 random data, cost of a node in a CUDA graph), then the complete call by graph replay. The batches of
 a graph rotate, so that weights come from memory and not from L2. The floor of a call is the larger
 of its distinct experts' bytes over the bandwidth and its floating point operations over the matrix
-rate.
+rate. Peers (`--peer`) are timed when all of cake's times are known and written: whatever becomes of
+a peer, they stay.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
 import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from cake import info, support
-from cake.check import Call, Layer, make_batch
+from cake import peers, support, timing
+from cake.bench_report import EXPERT_BYTES, PAIR_FLOP, Ceilings, Report, Result, environment
+from cake.check import Call, Layer
+from cake.peers.measure import add_peer
 from cake.testing import synthetic
 
 if TYPE_CHECKING:
     from cake.info import Subparsers
 
 TOKENS = tuple(2**i for i in range(15))
-EXPERT_BYTES = 2_322_432  # packed codes and block scales of FC1 and FC2
-PAIR_FLOP = 8_257_536  # of one (token, expert) pair
 _STREAM_BYTES = 2 << 30
 _MATRIX_SIZE = 8192
-_SAMPLES = 15
-
-
-@dataclass(frozen=True)
-class Ceilings:
-    """What this GPU can do, measured."""
-
-    read_bytes_per_s: float
-    matrix_flop_per_s: float
-    graph_node_us: float
-
-    def floor_us(self, experts: float, num_tokens: int) -> float:
-        """Return the floor of a call that touches so many distinct experts."""
-        memory = experts * EXPERT_BYTES / self.read_bytes_per_s
-        matrix = num_tokens * support.KIMI_K3.top_k * PAIR_FLOP / self.matrix_flop_per_s
-        return max(memory, matrix) * 1e6
-
-
-@dataclass(frozen=True)
-class Result:
-    """Times of one token count and routing, microseconds per call."""
-
-    tokens: int
-    routing: str
-    experts: float  # distinct, mean over the batches
-    us: float  # median
-    us_low: float  # 10th percentile
-    us_high: float  # 90th percentile
-    floor_us: float
-    fraction: float  # floor / median
-    gb_per_s: float  # distinct experts' bytes over the time
-    tflop_per_s: float
-    stages_us: dict[str, float] = field(default_factory=dict)  # they overlap
-
-
-def _elapsed_us(run: Callable[[], object], samples: int = _SAMPLES) -> list[float]:
-    """Times of `run` between two events, microseconds."""
-    times = []
-    run()
-    for _ in range(samples):
-        begin = torch.cuda.Event(enable_timing=True)
-        end = torch.cuda.Event(enable_timing=True)
-        begin.record()
-        run()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3)
-    return times
-
-
-def _graph(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    run()  # what is loaded or allocated at first must not be in the capture
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return graph
 
 
 def measure_ceilings(device: torch.device) -> Ceilings:
     """Measure read bandwidth, matrix rate and graph node cost of `device`, a CUDA device."""
     data = torch.randint(0, 255, (_STREAM_BYTES,), dtype=torch.uint8, device=device)
-    read_stream = partial(torch.ops.cake.read_stream, data)
-    read = statistics.median(_elapsed_us(_graph(read_stream).replay))
-    del data, read_stream
+    read = timing.replay_us(partial(torch.ops.cake.read_stream, data))
+    del data
     a, b = (
         torch.randn(_MATRIX_SIZE, _MATRIX_SIZE, device=device, dtype=torch.bfloat16)
         for _ in range(2)
     )
-    c = torch.empty_like(a)
-    matrix = statistics.median(_elapsed_us(_graph(partial(torch.mm, a, b, out=c)).replay))
+    matrix = timing.replay_us(partial(torch.mm, a, b, out=torch.empty_like(a)))
     small = torch.empty(1, dtype=torch.int32, device=device)
 
     def nodes(count: int) -> Callable[[], None]:
@@ -113,7 +53,7 @@ def measure_ceilings(device: torch.device) -> Ceilings:
 
         return run
 
-    few, many = (statistics.median(_elapsed_us(_graph(nodes(n)).replay)) for n in (10, 210))
+    few, many = (timing.replay_us(nodes(n)) for n in (10, 210))
     return Ceilings(
         read_bytes_per_s=_STREAM_BYTES / read * 1e6,
         matrix_flop_per_s=2 * _MATRIX_SIZE**3 / matrix * 1e6,
@@ -147,19 +87,15 @@ def measure(
     batch_invariant: bool = False,
 ) -> Result:
     """Time the complete call by graph replay; see the module's docstring."""
-    device = layer.weights.device
-    batches = 8 if num_tokens <= 16 else 4 if num_tokens <= 512 else 2
-    calls = [
-        Call(layer, make_batch(num_tokens, routing, seed).to(device)) for seed in range(batches)
-    ]
-    rounds = max(1, (48 if num_tokens <= 64 else 8) // batches)
+    rotation = timing.Rotation.of(num_tokens)
+    calls = [Call(layer, b) for b in rotation.make_batches(routing, layer.weights.device)]
 
     def run_all() -> None:
-        for _ in range(rounds):
+        for _ in range(rotation.rounds):
             for call in calls:
                 call.run(batch_invariant=batch_invariant)
 
-    times = sorted(t / (rounds * batches) for t in _elapsed_us(_graph(run_all).replay))
+    spread = rotation.spread(timing.elapsed_us(timing.capture(run_all).replay))
     experts = statistics.mean(
         int(
             ((i := call.batch.topk_ids)[(i >= 0) & (i < support.KIMI_K3.num_experts)])
@@ -168,39 +104,20 @@ def measure(
         )
         for call in calls
     )
-    median = statistics.median(times)
     floor = ceilings.floor_us(experts, num_tokens)
     return Result(
         tokens=num_tokens,
         routing=routing,
         experts=experts,
-        us=median,
-        us_low=times[len(times) // 10],
-        us_high=times[-1 - len(times) // 10],
+        us=spread.us,
+        us_low=spread.us_low,
+        us_high=spread.us_high,
         floor_us=floor,
-        fraction=floor / median,
-        gb_per_s=experts * EXPERT_BYTES / median / 1e3,
-        tflop_per_s=num_tokens * support.KIMI_K3.top_k * PAIR_FLOP / median / 1e6,
+        fraction=floor / spread.us,
+        gb_per_s=experts * EXPERT_BYTES / spread.us / 1e3,
+        tflop_per_s=num_tokens * support.KIMI_K3.top_k * PAIR_FLOP / spread.us / 1e6,
         stages_us=_stages(lambda: calls[0].run(batch_invariant=batch_invariant)) if stages else {},
     )
-
-
-def report(
-    device: torch.device, ceilings: Ceilings, results: Sequence[Result], batch_invariant: bool
-) -> dict[str, Any]:
-    """Return what `--json` writes: environment, ceilings, results."""
-    facts = info.collect()
-    return {
-        "date": datetime.date.today().isoformat(),
-        "device": torch.cuda.get_device_name(device),
-        "cake": facts["cake"],
-        "torch": facts["torch"],
-        "driver": facts["driver"],
-        "python": facts["python"],
-        "batch_invariant": batch_invariant,
-        "ceilings": asdict(ceilings),
-        "results": [asdict(result) for result in results],
-    }
 
 
 def add_command(commands: Subparsers) -> None:
@@ -223,16 +140,26 @@ def add_command(commands: Subparsers) -> None:
     parser.add_argument(
         "--batch-invariant", action="store_true", help="one arithmetic at every token count"
     )
+    parser.add_argument(
+        "--peer",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help=f"time another implementation as well, on the same weights and batches: "
+        f"{', '.join(peers.NAMES)}; may be repeated",
+    )
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run `cake bench`."""
+    """Run `cake bench`; 1 if a peer failed."""
     for tokens in arguments.tokens:
         if not 1 <= tokens <= support.MAX_TOKENS:
             raise ValueError(f"--tokens: expected 1 to {support.MAX_TOKENS}, got {tokens}")
     if arguments.json is not None and not arguments.json.absolute().parent.is_dir():
         raise ValueError(f"--json: expected a file in an existing folder, got {arguments.json}")
+    for name in arguments.peer:
+        peers.require(name)
     device = support.require_gpu("--device", arguments.device)
     with torch.cuda.device(device):
         ceilings = measure_ceilings(device)
@@ -243,7 +170,9 @@ def run(arguments: argparse.Namespace) -> int:
         )
         layer = Layer(*synthetic.fill_random_prepared(0)).to(device)
         print(f"{'tokens':>6} {'routing':<10}{'experts':>8}{'us':>10}{'spread':>8}{'floor':>9}")
-        results = []
+        report = Report(
+            ceilings, arguments.batch_invariant, environment(device), path=arguments.json
+        )
         for routing in arguments.routing:
             for tokens in arguments.tokens:
                 result = measure(
@@ -254,7 +183,8 @@ def run(arguments: argparse.Namespace) -> int:
                     stages=not arguments.no_stages,
                     batch_invariant=arguments.batch_invariant,
                 )
-                results.append(result)
+                report.results.append(result)
+                report.write()
                 spread = (result.us_high - result.us_low) / result.us
                 print(
                     f"{tokens:>6} {routing:<10}{result.experts:>8.1f}{result.us:>10.1f}"
@@ -262,7 +192,5 @@ def run(arguments: argparse.Namespace) -> int:
                     f"{result.gb_per_s:.0f} GB/s, {result.tflop_per_s:.0f} TFLOP/s",
                     flush=True,
                 )
-    if arguments.json is not None:
-        text = json.dumps(report(device, ceilings, results, arguments.batch_invariant), indent=1)
-        arguments.json.write_text(text + "\n")
-    return 0
+        outcomes = [add_peer(report, name, layer) for name in dict.fromkeys(arguments.peer)]
+    return 0 if all(outcomes) else 1
