@@ -132,6 +132,19 @@ def test_readme_table_is_written_and_compared(tmp_path: Path) -> None:
     readme.write_text(f"# a\n{begin}{end}b\n")
     assert readme_table(tmp_path, "--check").returncode == 1
     assert readme_table(tmp_path).returncode == 0
-    assert "| 8 | 28.0 | 18.0 | 0.64 |" in readme.read_text()
+    assert "| 8 | 28.0 | 18.0 | 0.64 |\n" in readme.read_text()
     assert readme.read_text().endswith(f"{end}b\n")
     assert readme_table(tmp_path, "--check").returncode == 0
+    report["peers"] = {"humming": {"version": "humming-kernels 1", "numerics": "W4A16: weights"}}
+    for result, outcome in zip(
+        report["results"], ({"us": 42.0, "ratio": 2.0}, {"failure": "x"}), strict=False
+    ):
+        result["peers"] = {"humming": outcome}
+    (results / "2026-01-01-all.json").write_text(json.dumps(report))
+    assert readme_table(tmp_path).returncode == 0
+    text = readme.read_text()
+    assert "humming-kernels 1, timed in the same process, is W4A16: weights.\n" in text
+    assert "| fraction of the floor | humming-kernels 1, us | its time over cake's |\n" in text
+    assert "| 1 | 21.0 | 11.0 | 0.52 | 42.0 | 2.00 |\n" in text
+    assert "| 8 | 28.0 | 18.0 | 0.64 | none | |\n" in text
+    assert "| 64 | 84.0 | 74.0 | 0.88 | none | |\n" in text

@@ -1,7 +1,7 @@
 """Other implementations of the routed experts, which `cake bench --peer NAME` times beside cake.
 
-A peer gets cake's own weights and batches. It is a module of this package with `create`, and needs a
-distribution that the extra `peers` installs; neither is imported before it is asked for.
+A peer gets cake's own weights and batches. It is a module of this package with `create`, and needs
+a distribution that the extra `peers` installs; neither is imported before it is asked for.
 """
 
 from __future__ import annotations
