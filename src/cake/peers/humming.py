@@ -73,9 +73,7 @@ class _Plan:
 class HummingPeer:
     """The chain on buffers made once, 160 kB a token; one call at a time."""
 
-    numerics = (
-        "W4A16: NVFP4 weights, bfloat16 activations: it skips the quantization of both activations"
-    )
+    numerics = "W4A16: NVFP4 weights, bfloat16 activations, neither of cake's two quantizations"
     tolerance = 1e-2  # rounding of activations to bfloat16 gives 5e-3
 
     def __init__(self, weights: PreparedWeights, top_k: int, token_counts: Sequence[int]) -> None:
