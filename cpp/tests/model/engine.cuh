@@ -249,7 +249,7 @@ __device__ inline void give_state_back(int32_t thread) {
     check(!s.threads[i].load_flying, Error::kLoadWait, Location{}, i);
   }
   if (thread < 16) {
-    check(!s.owned[thread], Error::kNotFreed, Location{}, thread * 32);
+    check(!s.owned[thread], Error::kNotFreed, s.allocated_at, thread * 32);
   }
   if (thread == 0) {
     check(s.uncommitted == 0, Error::kCommitMissing, s.queue[(s.tail - 1) % kQueue].where, s.tail);

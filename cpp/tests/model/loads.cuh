@@ -35,6 +35,7 @@ __device__ inline void allocate(uint32_t destination, uint32_t columns, Location
       time_out(where, columns);
     }
     s.allocated[first] = columns;
+    s.allocated_at = where;
     for (uint32_t i = first; i < first + columns / 32; ++i) {
       s.owned[i] = true;
     }

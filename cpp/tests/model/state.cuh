@@ -60,6 +60,7 @@ struct State {
   uint32_t uncommitted;    // operations since the last commit
   uint32_t allocated[16];  // columns of the allocation that begins at 32 i
   bool owned[16];          // columns 32 i .. 32 i + 31
+  Location allocated_at;   // the last allocation
   bool relinquished;
   uint32_t kernel_threads, exited;
   uint32_t taken;  // by a CTA
