@@ -17,6 +17,7 @@ inline constexpr uint32_t kSharedBytes = 233472;      // 228 KB
 inline constexpr uint32_t kPoison = 0x7FC0DEADu;      // never written tensor memory, a NaN
 inline constexpr uint32_t kPoisonCopy = 0x7F7F7F7Fu;  // a copy's destination until it lands
 inline constexpr int64_t kPatience = 6'000'000'000;   // cycles, for a barrier
+inline constexpr int64_t kHalt = 40'000;              // cycles without a new operation
 
 enum class Mode : int32_t { kEager, kLate, kRandom };
 
@@ -49,6 +50,7 @@ struct ThreadState {
   bool load_flying;  // no wait::ld yet
   bool stored;       // to shared memory for the tensor core, no proxy fence yet
   uint32_t fences;   // proxy fences so far
+  Location load;     // the last one
 };
 
 struct State {
