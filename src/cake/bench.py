@@ -1,10 +1,11 @@
 """`cake bench` tells how fast the operation is on this machine's GPU, beside what the GPU can do.
 
-In one process: the ceilings (read bandwidth of bulk copies, rate of a BF16 matrix product on
-random data, cost of a node in a CUDA graph), then the complete call by graph replay. The batches of
-a graph rotate, so that weights come from memory and not from L2. The floor of a call is the larger
-of its distinct experts' bytes over the bandwidth and its floating point operations over the matrix
-rate.
+In one process: the ceilings (read bandwidth of bulk copies, rate of a matrix product on random data
+in the format that the kernels multiply: BF16, on Blackwell NVFP4; cost of a node in a CUDA graph),
+then the complete call by graph replay. The batches of a graph rotate, so that weights come from
+memory and not from L2. The floor of a call is the larger of its distinct experts' bytes over the
+bandwidth and its floating point operations over the matrix rate. On Blackwell the time that
+cake.roofline predicts stands beside the measured one.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -20,9 +22,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from cake import info, support
+from cake import info, roofline, support
 from cake.check import Call, Layer, make_batch
 from cake.testing import synthetic
 
@@ -30,11 +33,12 @@ if TYPE_CHECKING:
     from cake.info import Subparsers
 
 TOKENS = tuple(2**i for i in range(15))
-EXPERT_BYTES = 2_322_432  # packed codes and block scales of FC1 and FC2
-PAIR_FLOP = 8_257_536  # of one (token, expert) pair
 _STREAM_BYTES = 2 << 30
 _MATRIX_SIZE = 8192
 _SAMPLES = 15
+# Dense operations that the vendor states for NVFP4, over those for BF16: a bound for a torch that
+# does not multiply NVFP4.
+_NVFP4_PER_BF16 = {(10, 0): 4, (10, 3): 6}
 
 
 @dataclass(frozen=True)
@@ -44,12 +48,11 @@ class Ceilings:
     read_bytes_per_s: float
     matrix_flop_per_s: float
     graph_node_us: float
+    matrix: str = "BF16"  # what was multiplied for the matrix rate
 
     def floor_us(self, experts: float, num_tokens: int) -> float:
         """Return the floor of a call that touches so many distinct experts."""
-        memory = experts * EXPERT_BYTES / self.read_bytes_per_s
-        matrix = num_tokens * support.KIMI_K3.top_k * PAIR_FLOP / self.matrix_flop_per_s
-        return max(memory, matrix) * 1e6
+        return roofline.floor_us(experts, num_tokens, self.read_bytes_per_s, self.matrix_flop_per_s)
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,7 @@ class Result:
     fraction: float  # floor / median
     gb_per_s: float  # distinct experts' bytes over the time
     tflop_per_s: float
+    predicted_us: float | None = None  # by cake.roofline, where it knows the GPU
     stages_us: dict[str, float] = field(default_factory=dict)  # they overlap
 
 
@@ -92,18 +96,51 @@ def _graph(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
     return graph
 
 
+def _bf16_product(device: torch.device) -> Callable[[], object]:
+    size = (_MATRIX_SIZE, _MATRIX_SIZE)
+    a, b = (torch.randn(size, device=device, dtype=torch.bfloat16) for _ in range(2))
+    return partial(torch.mm, a, b, out=torch.empty_like(a))
+
+
+def _nvfp4_product(device: torch.device) -> Callable[[], object]:
+    """Return a product of E2M1 codes with an E4M3 scale for 16 of them, BF16 result."""
+    functional = torch.nn.functional
+    group, order = functional.ScalingType.BlockWise1x16, functional.SwizzleType.SWIZZLE_32_4_4
+
+    def random_bytes(low: int, high: int, *size: int) -> Tensor:
+        return torch.randint(low, high, size, dtype=torch.uint8, device=device)
+
+    a, b = (
+        random_bytes(0, 256, _MATRIX_SIZE, _MATRIX_SIZE // 2).view(torch.float4_e2m1fn_x2)
+        for _ in range(2)
+    )
+    sf = random_bytes(0x30, 0x40, _MATRIX_SIZE * _MATRIX_SIZE // 16).view(torch.float8_e4m3fn)
+    return partial(functional.scaled_mm, a, b.t(), sf, group, sf, group, order, order)
+
+
+def _matrix_ceiling(device: torch.device) -> tuple[float, str]:
+    """Measure the matrix rate, flop per second; returns it and what was multiplied."""
+
+    def rate(product: Callable[[], object]) -> float:
+        elapsed = statistics.median(_elapsed_us(_graph(product).replay))
+        return 2 * _MATRIX_SIZE**3 / elapsed * 1e6
+
+    factor = _NVFP4_PER_BF16.get(torch.cuda.get_device_capability(device))
+    if factor is None:
+        return rate(_bf16_product(device)), "BF16"
+    try:
+        return rate(_nvfp4_product(device)), "NVFP4"
+    except (AttributeError, RuntimeError, ValueError):  # not in this torch, or not on this GPU
+        return factor * rate(_bf16_product(device)), f"{factor} x BF16, for want of NVFP4 in torch"
+
+
 def measure_ceilings(device: torch.device) -> Ceilings:
     """Measure read bandwidth, matrix rate and graph node cost of `device`, a CUDA device."""
     data = torch.randint(0, 255, (_STREAM_BYTES,), dtype=torch.uint8, device=device)
     read_stream = partial(torch.ops.cake.read_stream, data)
     read = statistics.median(_elapsed_us(_graph(read_stream).replay))
     del data, read_stream
-    a, b = (
-        torch.randn(_MATRIX_SIZE, _MATRIX_SIZE, device=device, dtype=torch.bfloat16)
-        for _ in range(2)
-    )
-    c = torch.empty_like(a)
-    matrix = statistics.median(_elapsed_us(_graph(partial(torch.mm, a, b, out=c)).replay))
+    matrix_flop_per_s, matrix = _matrix_ceiling(device)
     small = torch.empty(1, dtype=torch.int32, device=device)
 
     def nodes(count: int) -> Callable[[], None]:
@@ -116,9 +153,33 @@ def measure_ceilings(device: torch.device) -> Ceilings:
     few, many = (statistics.median(_elapsed_us(_graph(nodes(n)).replay)) for n in (10, 210))
     return Ceilings(
         read_bytes_per_s=_STREAM_BYTES / read * 1e6,
-        matrix_flop_per_s=2 * _MATRIX_SIZE**3 / matrix * 1e6,
+        matrix_flop_per_s=matrix_flop_per_s,
         graph_node_us=(many - few) / 200,
+        matrix=matrix,
     )
+
+
+def _num_batches(num_tokens: int, l2_bytes: int) -> int:
+    """Return how many batches rotate: their experts are at least four times what L2 holds."""
+    few = 8 if num_tokens <= 16 else 4 if num_tokens <= 512 else 2
+    batch_bytes = roofline.expected_experts(num_tokens) * roofline.EXPERT_BYTES
+    return max(few, math.ceil(4 * l2_bytes / batch_bytes))
+
+
+def _predicted_us(calls: Sequence[Call], ceilings: Ceilings, device: torch.device) -> float | None:
+    """Return the predicted time of a call, mean over the batches; None where there is none."""
+    if not roofline.predicts(torch.cuda.get_device_capability(device)):
+        return None
+    properties = torch.cuda.get_device_properties(device)
+    gpu = roofline.Gpu(
+        properties.multi_processor_count,
+        ceilings.read_bytes_per_s,
+        ceilings.graph_node_us,
+        properties.L2_cache_size,
+    )
+    plan = roofline.plan_of(calls[0].batch.tokens.shape[0])
+    loads = [roofline.load_of(call.batch.topk_ids, plan) for call in calls]
+    return statistics.mean(roofline.predict(load, plan, gpu).us for load in loads)
 
 
 def _stages(call: Callable[[], object]) -> dict[str, float]:
@@ -148,7 +209,7 @@ def measure(
 ) -> Result:
     """Time the complete call by graph replay; see the module's docstring."""
     device = layer.weights.device
-    batches = 8 if num_tokens <= 16 else 4 if num_tokens <= 512 else 2
+    batches = _num_batches(num_tokens, torch.cuda.get_device_properties(device).L2_cache_size)
     calls = [
         Call(layer, make_batch(num_tokens, routing, seed).to(device)) for seed in range(batches)
     ]
@@ -179,8 +240,9 @@ def measure(
         us_high=times[-1 - len(times) // 10],
         floor_us=floor,
         fraction=floor / median,
-        gb_per_s=experts * EXPERT_BYTES / median / 1e3,
-        tflop_per_s=num_tokens * support.KIMI_K3.top_k * PAIR_FLOP / median / 1e6,
+        gb_per_s=experts * roofline.EXPERT_BYTES / median / 1e3,
+        tflop_per_s=num_tokens * support.KIMI_K3.top_k * roofline.PAIR_FLOP / median / 1e6,
+        predicted_us=_predicted_us(calls, ceilings, device),
         stages_us=_stages(lambda: calls[0].run(batch_invariant=batch_invariant)) if stages else {},
     )
 
@@ -201,6 +263,16 @@ def report(
         "ceilings": asdict(ceilings),
         "results": [asdict(result) for result in results],
     }
+
+
+def _line(result: Result) -> str:
+    spread = (result.us_high - result.us_low) / result.us
+    predicted = "" if result.predicted_us is None else f"{result.predicted_us:>11.1f}"
+    return (
+        f"{result.tokens:>6} {result.routing:<10}{result.experts:>8.1f}{result.us:>10.1f}"
+        f"{spread:>8.1%}{result.floor_us:>9.1f}{predicted}  {result.fraction:.2f} of the floor, "
+        f"{result.gb_per_s:.0f} GB/s, {result.tflop_per_s:.0f} TFLOP/s"
+    )
 
 
 def add_command(commands: Subparsers) -> None:
@@ -238,11 +310,15 @@ def run(arguments: argparse.Namespace) -> int:
         ceilings = measure_ceilings(device)
         print(
             f"{torch.cuda.get_device_name(device)}: reads {ceilings.read_bytes_per_s / 1e12:.3f} "
-            f"TB/s, multiplies {ceilings.matrix_flop_per_s / 1e12:.0f} TFLOP/s (BF16), a graph "
-            f"node takes {ceilings.graph_node_us:.2f} us"
+            f"TB/s, multiplies {ceilings.matrix_flop_per_s / 1e12:.0f} TFLOP/s "
+            f"({ceilings.matrix}), a graph node takes {ceilings.graph_node_us:.2f} us"
         )
         layer = Layer(*synthetic.fill_random_prepared(0)).to(device)
-        print(f"{'tokens':>6} {'routing':<10}{'experts':>8}{'us':>10}{'spread':>8}{'floor':>9}")
+        predicts = roofline.predicts(torch.cuda.get_device_capability(device))
+        print(
+            f"{'tokens':>6} {'routing':<10}{'experts':>8}{'us':>10}{'spread':>8}{'floor':>9}"
+            + (f"{'predicted':>11}" if predicts else "")
+        )
         results = []
         for routing in arguments.routing:
             for tokens in arguments.tokens:
@@ -255,13 +331,7 @@ def run(arguments: argparse.Namespace) -> int:
                     batch_invariant=arguments.batch_invariant,
                 )
                 results.append(result)
-                spread = (result.us_high - result.us_low) / result.us
-                print(
-                    f"{tokens:>6} {routing:<10}{result.experts:>8.1f}{result.us:>10.1f}"
-                    f"{spread:>8.1%}{result.floor_us:>9.1f}  {result.fraction:.2f} of the floor, "
-                    f"{result.gb_per_s:.0f} GB/s, {result.tflop_per_s:.0f} TFLOP/s",
-                    flush=True,
-                )
+                print(_line(result), flush=True)
     if arguments.json is not None:
         text = json.dumps(report(device, ceilings, results, arguments.batch_invariant), indent=1)
         arguments.json.write_text(text + "\n")
