@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -78,3 +81,8 @@ def test_rows_that_leave_l2_cost_memory_traffic() -> None:
     assert predict(2048).fc2.traffic.memory == pytest.approx(weights + rows)
     assert predict(2048, all_in_l2).fc2.traffic.memory == pytest.approx(weights)
     assert predict(2048, all_in_l2).finalize.traffic.memory == 0
+
+
+def test_the_tables_of_the_documentation_are_current() -> None:
+    script = Path(__file__).parents[1] / "benchmarks" / "blackwell_table.py"
+    subprocess.run([sys.executable, script, "--check"], check=True)
