@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from cake.info import Subparsers
     from cake.prepared_weights import PreparedWeights
 
-TOKENS = (1, 2, 3, 8, 16, 33, 64, 127, 129, 256, 352, 353, 512, 1024, 1025, 2048)
+TOKENS = (1, 2, 3, 8, 16, 33, 64, 127, 129, 256, 304, 305, 512, 1024, 1025, 2048)
 ROUTINGS: tuple[synthetic.Routing, ...] = synthetic.ROUTINGS
 _ROUTING_TOKENS = 40
 _REPEATS = 10
