@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +52,13 @@ def table(path: Path, root: Path) -> str:
     return "\n".join(lines) + "\n"
 
 
+def put(text: str, begin: str, end: str, body: str) -> str | None:
+    """Return `text` with `body` between two markers; None if they are not there."""
+    before, found, rest = text.partition(begin)
+    _, ended, after = rest.partition(end)
+    return before + begin + body + end + after if found and ended else None
+
+
 def main() -> int:
     """Write or check; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -62,13 +68,12 @@ def main() -> int:
     readme = arguments.root / "README.md"
     text = readme.read_text()
     path = newest(arguments.root)
-    found = re.search(f"{re.escape(BEGIN)}(.*?){re.escape(END)}", text, flags=re.S)
-    if path is None and found is None:
+    if path is None and BEGIN not in text:
         return 0
-    if path is None or found is None:
+    wanted = put(text, BEGIN, END, table(path, arguments.root)) if path else None
+    if wanted is None:
         print("README.md: expected the markers of this table if and only if there are results")
         return 1
-    wanted = text[: found.start(1)] + table(path, arguments.root) + text[found.end(1) :]
     if arguments.check:
         if wanted != text:
             print("README.md: the table of times is not that of benchmarks/readme_table.py; run it")

@@ -5,12 +5,20 @@
 #   bash ci/sanitize.sh racecheck 3 129     this tool on these T
 #
 # Tools: memcheck racecheck synccheck initcheck. The token counts cover every kernel and plan of
-# the operation:
+# the operation on the GPU at hand:
 #
+#   compute capability 9
 #      3  decode kernels, one CTA routes
 #    129  decode kernels, a cluster routes; input rows that are not aligned to 16 bytes
 #    360  prefill kernels
 #   2049  prefill kernels, FC2 in two parts
+#
+#   compute capability 10: one kernel a stage for each size of tiles
+#      3  up to 8 pairs, one CTA routes
+#     16  up to 16 pairs, FC2 claims work from its pool
+#     24  up to 32 pairs
+#    129  up to 64 pairs, a cluster routes; input rows that are not aligned to 16 bytes
+#   2049  up to 128 pairs, FC2 in two parts
 #
 # Prints one line for each tool and T. Exit status: 0 without errors; 1 when a tool reports an error
 # (of racecheck: a hazard that is an error, not a warning) or a run fails, whose log is then kept;
@@ -23,8 +31,12 @@
 set -euo pipefail
 
 TOOLS=(memcheck racecheck synccheck initcheck)
-# T, the kernels and the parts of FC2 it is there for, elements between the rows of the input.
-CASES=("3 decode 1 0" "129 decode 1 1" "360 prefill 1 0" "2049 prefill 2 0")
+# T; kernels, pairs of a tile and parts of FC2 that it is there for; elements between input rows.
+# shellcheck disable=SC2034  # chosen by name below
+CASES_9=("3 decode 8 1 0" "129 decode 8 1 1" "360 prefill 88 1 0" "2049 prefill 88 2 0")
+# shellcheck disable=SC2034
+CASES_10=("3 sm100 8 1 0" "16 sm100 16 1 0" "24 sm100 32 1 0" "129 sm100 64 1 1"
+  "2049 sm100 128 2 0")
 
 ONE_CALL='
 import json
@@ -36,10 +48,12 @@ import cake
 from cake.check import Batch, Call, Layer, make_batch
 from cake.testing import synthetic
 
-tokens, kernels, parts, gap = int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
-plan = json.loads(torch.ops.cake.plan(tokens))
-if (plan["kernels"], plan["fc2_parts"]) != (kernels, parts):
-    sys.exit(f"{tokens} tokens no longer lead to {kernels} kernels and {parts} parts: {plan}")
+kernels = sys.argv[2]
+tokens, tile_pairs, parts, gap = (int(sys.argv[i]) for i in (1, 3, 4, 5))
+plan = json.loads(torch.ops.cake.plan(tokens, major=torch.cuda.get_device_capability()[0]))
+expected = {"kernels": kernels, "tile_pairs": tile_pairs, "fc2_parts": parts}
+if not expected.items() <= plan.items():
+    sys.exit(f"{tokens} tokens no longer lead to {expected}: {plan}")
 gpu = torch.device("cuda")
 call = Call(
     Layer(*synthetic.fill_random_prepared(0)).to(gpu), make_batch(tokens, "random", 0).to(gpu)
@@ -78,6 +92,18 @@ contains() {
   return 1
 }
 
+sanitizer="$(find_sanitizer)" ||
+  cannot "no compute-sanitizer: install the CUDA toolkit, or name the program in COMPUTE_SANITIZER"
+unset CAKE_BATCH_INVARIANT # it would turn the decode kernels off
+reason="$(python3 -c 'import cake' 2>&1)" ||
+  cannot "python3 cannot import cake: ${reason##*$'\n'}"
+reason="$(python3 -c '
+import sys, cake
+supported, reason = cake.is_supported("cuda")
+print(reason)
+sys.exit(not supported)')" || cannot "no supported GPU: ${reason:-python3 says no more}"
+declare -n CASES="CASES_$(python3 -c 'import torch; print(torch.cuda.get_device_capability()[0])')"
+
 tools=() counts=()
 for word in "$@"; do
   if contains "$word" "${TOOLS[@]}"; then
@@ -91,24 +117,13 @@ done
 ((${#tools[@]})) || tools=("${TOOLS[@]}")
 ((${#counts[@]})) || counts=("${CASES[@]%% *}")
 
-sanitizer="$(find_sanitizer)" ||
-  cannot "no compute-sanitizer: install the CUDA toolkit, or name the program in COMPUTE_SANITIZER"
-unset CAKE_BATCH_INVARIANT # it would turn the decode kernels off
-reason="$(python3 -c 'import cake' 2>&1)" ||
-  cannot "python3 cannot import cake: ${reason##*$'\n'}"
-reason="$(python3 -c '
-import sys, cake
-supported, reason = cake.is_supported("cuda")
-print(reason)
-sys.exit(not supported)')" || cannot "no supported GPU: ${reason:-python3 says no more}"
-
 # Every tensor in an allocation of its own: reads beyond its end are then seen, and so are reads of
 # what its memory held before.
 export PYTORCH_NO_CUDA_MEMORY_CACHING=1
 
 logs="$(mktemp -d)"
 
-# sanitize TOOL T KERNELS PARTS GAP: one run; prints its line.
+# sanitize TOOL T KERNELS TILE_PAIRS PARTS GAP: one run; prints its line.
 sanitize() {
   local tool="$1" log="$logs/$1-$2.log" code=0 began=$SECONDS errors verdict
   # torch tries calls that a driver may not have; those of the operation are checked by itself.
@@ -135,9 +150,9 @@ sanitize() {
 failed=0
 for tool in "${tools[@]}"; do
   for case in "${CASES[@]}"; do
-    read -r tokens kernels parts gap <<<"$case"
-    if contains "$tokens" "${counts[@]}"; then
-      sanitize "$tool" "$tokens" "$kernels" "$parts" "$gap" || failed=1
+    read -ra words <<<"$case"
+    if contains "${words[0]}" "${counts[@]}"; then
+      sanitize "$tool" "${words[@]}" || failed=1
     fi
   done
 done

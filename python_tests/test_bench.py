@@ -1,16 +1,22 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from layer_calls import NEEDS_GPU
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from cake import bench, plot
+from cake import bench, plot, roofline, timing
+from cake.check import Call, make_batch
 from cake.cli import main
 
 ROOT = Path(__file__).parent.parent
@@ -22,11 +28,108 @@ def test_floor_is_the_larger_of_memory_and_matrix_time() -> None:
     assert CEILINGS.floor_us(896, 16384) == pytest.approx(16384 * 16 * 8_257_536 / 700e12 * 1e6)
 
 
-def test_sizes_are_those_of_the_geometry() -> None:
-    hidden, rank = 3584, 384
-    weights = 2 * rank * hidden + hidden * rank
-    assert weights // 2 + weights // 16 == bench.EXPERT_BYTES
-    assert 2 * weights == bench.PAIR_FLOP
+@pytest.mark.parametrize(
+    ("l2_bytes", "tokens", "batches"),
+    [(60 << 20, 1, 8), (126 << 20, 1, 15), (126 << 20, 64, 4), (126 << 20, 16384, 2)],
+)
+def test_batches_do_not_stay_in_l2(
+    l2_bytes: int, tokens: int, batches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    properties = SimpleNamespace(L2_cache_size=l2_bytes)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    rotation = timing.Rotation.of(tokens, torch.device("cuda"))
+    assert rotation.batches == batches
+    assert batches * roofline.expected_experts(tokens) * roofline.EXPERT_BYTES >= 4 * l2_bytes
+
+
+# ---- Blackwell, by the capability that torch is made to report --------------------------------
+
+
+@pytest.fixture(params=[(10, 0), (10, 3)])
+def blackwell(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
+    capability: tuple[int, int] = request.param
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    properties = SimpleNamespace(multi_processor_count=148, L2_cache_size=126 << 20)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    return capability
+
+
+def test_prediction_of_measured_routings(blackwell: tuple[int, int]) -> None:
+    device = torch.device("cuda")
+    calls = [SimpleNamespace(batch=make_batch(8, "random", seed)) for seed in range(3)]
+    predicted = bench._predicted_us(cast("list[Call]", calls), CEILINGS, device)
+    gpu = roofline.Gpu(148, CEILINGS.read_bytes_per_s, CEILINGS.graph_node_us, 126 << 20)
+    plan = roofline.plan_of(8)
+    expected = roofline.predict(roofline.expected_load(8, plan), plan, gpu).us
+    assert predicted == pytest.approx(expected, rel=0.05)
+
+
+def test_no_prediction_for_other_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    assert bench._predicted_us([], CEILINGS, torch.device("cuda")) is None
+
+
+def test_a_line_has_the_prediction_only_where_there_is_one() -> None:
+    result = bench.Result(8, "random", 120.0, 90.0, 89.0, 91.0, 62.0, 0.69, 3000.0, 1.0)
+    assert bench._line(result).split()[5:7] == ["62.0", "0.69"]
+    predicted = dataclasses.replace(result, predicted_us=59.5)
+    assert bench._line(predicted).split()[5:8] == ["62.0", "59.5", "0.69"]
+
+
+@pytest.fixture
+def products(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the products that are timed, 1000 us each."""
+    names: list[str] = []
+
+    def product(name: str) -> Callable[[torch.device], Callable[[], object]]:
+        return lambda _: lambda: names.append(name)
+
+    def replay_us(run: Callable[[], object]) -> float:
+        run()
+        return 1000.0
+
+    monkeypatch.setattr(bench, "_bf16_product", product("bf16"))
+    monkeypatch.setattr(bench, "_nvfp4_product", product("nvfp4"))
+    monkeypatch.setattr(timing, "replay_us", replay_us)
+    return names
+
+
+def test_matrix_ceiling_of_blackwell(blackwell: tuple[int, int], products: list[str]) -> None:
+    rate, name = bench._matrix_ceiling(torch.device("cuda"))
+    assert (rate, name, products) == (2 * 8192**3 * 1e3, "NVFP4", ["nvfp4"])
+
+
+def test_matrix_ceiling_without_nvfp4_says_so(
+    blackwell: tuple[int, int], products: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(_: torch.device) -> Callable[[], object]:
+        raise RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED")
+
+    monkeypatch.setattr(bench, "_nvfp4_product", refuses)
+    rate, name = bench._matrix_ceiling(torch.device("cuda"))
+    factor = {(10, 0): 4, (10, 3): 6}[blackwell]
+    assert rate == factor * 2 * 8192**3 * 1e3
+    assert name == f"{factor} x BF16, for want of NVFP4 in torch"
+
+
+def test_matrix_ceiling_elsewhere(products: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    assert bench._matrix_ceiling(torch.device("cuda"))[1] == "BF16"
+    assert products == ["bf16"]
+
+
+@pytest.mark.skipif(
+    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13),
+    reason="needs shape rules of the scaled product in torch",
+)
+def test_torch_takes_the_nvfp4_product() -> None:
+    """By torch's own checks of the arguments, on tensors that are not there."""
+    with FakeTensorMode():
+        out = cast("Tensor", bench._nvfp4_product(torch.device("cuda"))())
+    assert (out.shape, out.dtype) == ((8192, 8192), torch.bfloat16)
+
+
+# ---- The command ------------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
@@ -94,6 +197,8 @@ def test_bench_measures(tmp_path: Path) -> None:
     report = plot.load(output)
     for result in report["results"]:
         assert 0 < result["fraction"] < 1.1
+        predicts = roofline.predicts(torch.cuda.get_device_capability())
+        assert (result["predicted_us"] is not None) == predicts
         assert set(result["stages_us"]) >= {"cake_route_quantize", "cake_finalize"}
 
 

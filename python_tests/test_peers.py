@@ -77,7 +77,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timing, "capture", Graph)
     monkeypatch.setattr(timing, "elapsed_us", lambda run: [30.0 + i for i in range(11)])
     monkeypatch.setattr(
-        timing.Rotation, "of", classmethod(lambda cls, tokens: cls(tokens, batches=2, rounds=3))
+        timing.Rotation, "of", classmethod(lambda cls, tokens, device: cls(tokens, 2, 3))
     )
 
 
@@ -117,6 +117,7 @@ def test_a_wrong_peer_is_not_timed(
         measure.measure_peer(peer, small, [small_batch(5, 0)] * 2, 2.0)
 
 
+@pytest.mark.usefixtures("no_gpu")
 def test_a_graph_without_the_peers_work_is_found(
     small: PreparedWeights, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,7 +11,7 @@ namespace cake {
 namespace {
 
 // Measured on an H200 (docs/performance.md).
-constexpr int32_t kMostDecodeTokens = 352;
+constexpr int32_t kMostDecodeTokens = 304;
 
 // Most pairs of a tile on sm_100, where it costs only shared memory: the matrix instructions have
 // as many columns as the tile has pairs. A stage holds 18 KB of weights and 128 bytes for each of

@@ -1,27 +1,29 @@
 """`cake bench` tells how fast the operation is on this machine's GPU, beside what the GPU can do.
 
-In one process: the ceilings (read bandwidth of bulk copies, rate of a BF16 matrix product on
-random data, cost of a node in a CUDA graph), then the complete call by graph replay. The batches of
-a graph rotate, so that weights come from memory and not from L2. The floor of a call is the larger
-of its distinct experts' bytes over the bandwidth and its floating point operations over the matrix
-rate. Peers (`--peer`) are timed when all of cake's times are known and written: whatever becomes of
-a peer, they stay.
+In one process: the ceilings (read bandwidth of bulk copies, rate of a matrix product on random data
+in the format that the kernels multiply: BF16, on Blackwell NVFP4; cost of a node in a CUDA graph),
+then the complete call by graph replay. The batches of a graph rotate, so that weights come from
+memory and not from L2. The floor of a call is the larger of its distinct experts' bytes over the
+bandwidth and its floating point operations over the matrix rate. On Blackwell the time that
+cake.roofline predicts stands beside the measured one. Peers (`--peer`) are timed when all of cake's
+times are known and written: whatever becomes of a peer, they stay.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from cake import peers, support, timing
-from cake.bench_report import EXPERT_BYTES, PAIR_FLOP, Ceilings, Report, Result, environment
+from cake import peers, roofline, support, timing
+from cake.bench_report import Ceilings, Report, Result, environment
 from cake.check import Call, Layer
 from cake.peers.measure import add_peer
 from cake.testing import synthetic
@@ -32,6 +34,46 @@ if TYPE_CHECKING:
 TOKENS = tuple(2**i for i in range(15))
 _STREAM_BYTES = 2 << 30
 _MATRIX_SIZE = 8192
+# Dense operations that the vendor states for NVFP4, over those for BF16: a bound for a torch that
+# does not multiply NVFP4.
+_NVFP4_PER_BF16 = {(10, 0): 4, (10, 3): 6}
+
+
+def _bf16_product(device: torch.device) -> Callable[[], object]:
+    size = (_MATRIX_SIZE, _MATRIX_SIZE)
+    a, b = (torch.randn(size, device=device, dtype=torch.bfloat16) for _ in range(2))
+    return partial(torch.mm, a, b, out=torch.empty_like(a))
+
+
+def _nvfp4_product(device: torch.device) -> Callable[[], object]:
+    """Return a product of E2M1 codes with an E4M3 scale for 16 of them, BF16 result."""
+    functional = torch.nn.functional
+    group, order = functional.ScalingType.BlockWise1x16, functional.SwizzleType.SWIZZLE_32_4_4
+
+    def random_bytes(low: int, high: int, *size: int) -> Tensor:
+        return torch.randint(low, high, size, dtype=torch.uint8, device=device)
+
+    a, b = (
+        random_bytes(0, 256, _MATRIX_SIZE, _MATRIX_SIZE // 2).view(torch.float4_e2m1fn_x2)
+        for _ in range(2)
+    )
+    sf = random_bytes(0x30, 0x40, _MATRIX_SIZE * _MATRIX_SIZE // 16).view(torch.float8_e4m3fn)
+    return partial(functional.scaled_mm, a, b.t(), sf, group, sf, group, order, order)
+
+
+def _matrix_ceiling(device: torch.device) -> tuple[float, str]:
+    """Measure the matrix rate, flop per second; returns it and what was multiplied."""
+
+    def rate(product: Callable[[], object]) -> float:
+        return 2 * _MATRIX_SIZE**3 / timing.replay_us(product) * 1e6
+
+    factor = _NVFP4_PER_BF16.get(torch.cuda.get_device_capability(device))
+    if factor is None:
+        return rate(_bf16_product(device)), "BF16"
+    try:
+        return rate(_nvfp4_product(device)), "NVFP4"
+    except (AttributeError, RuntimeError, ValueError):  # not in this torch, or not on this GPU
+        return factor * rate(_bf16_product(device)), f"{factor} x BF16, for want of NVFP4 in torch"
 
 
 def measure_ceilings(device: torch.device) -> Ceilings:
@@ -39,11 +81,7 @@ def measure_ceilings(device: torch.device) -> Ceilings:
     data = torch.randint(0, 255, (_STREAM_BYTES,), dtype=torch.uint8, device=device)
     read = timing.replay_us(partial(torch.ops.cake.read_stream, data))
     del data
-    a, b = (
-        torch.randn(_MATRIX_SIZE, _MATRIX_SIZE, device=device, dtype=torch.bfloat16)
-        for _ in range(2)
-    )
-    matrix = timing.replay_us(partial(torch.mm, a, b, out=torch.empty_like(a)))
+    matrix_flop_per_s, matrix = _matrix_ceiling(device)
     small = torch.empty(1, dtype=torch.int32, device=device)
 
     def nodes(count: int) -> Callable[[], None]:
@@ -56,9 +94,26 @@ def measure_ceilings(device: torch.device) -> Ceilings:
     few, many = (timing.replay_us(nodes(n)) for n in (10, 210))
     return Ceilings(
         read_bytes_per_s=_STREAM_BYTES / read * 1e6,
-        matrix_flop_per_s=2 * _MATRIX_SIZE**3 / matrix * 1e6,
+        matrix_flop_per_s=matrix_flop_per_s,
         graph_node_us=(many - few) / 200,
+        matrix=matrix,
     )
+
+
+def _predicted_us(calls: Sequence[Call], ceilings: Ceilings, device: torch.device) -> float | None:
+    """Return the predicted time of a call, mean over the batches; None where there is none."""
+    if not roofline.predicts(torch.cuda.get_device_capability(device)):
+        return None
+    properties = torch.cuda.get_device_properties(device)
+    gpu = roofline.Gpu(
+        properties.multi_processor_count,
+        ceilings.read_bytes_per_s,
+        ceilings.graph_node_us,
+        properties.L2_cache_size,
+    )
+    plan = roofline.plan_of(calls[0].batch.tokens.shape[0])
+    loads = [roofline.load_of(call.batch.topk_ids, plan) for call in calls]
+    return statistics.mean(roofline.predict(load, plan, gpu).us for load in loads)
 
 
 def _stages(call: Callable[[], object]) -> dict[str, float]:
@@ -87,8 +142,9 @@ def measure(
     batch_invariant: bool = False,
 ) -> Result:
     """Time the complete call by graph replay; see the module's docstring."""
-    rotation = timing.Rotation.of(num_tokens)
-    calls = [Call(layer, b) for b in rotation.make_batches(routing, layer.weights.device)]
+    device = layer.weights.device
+    rotation = timing.Rotation.of(num_tokens, device)
+    calls = [Call(layer, batch) for batch in rotation.make_batches(routing, device)]
 
     def run_all() -> None:
         for _ in range(rotation.rounds):
@@ -114,9 +170,20 @@ def measure(
         us_high=spread.us_high,
         floor_us=floor,
         fraction=floor / spread.us,
-        gb_per_s=experts * EXPERT_BYTES / spread.us / 1e3,
-        tflop_per_s=num_tokens * support.KIMI_K3.top_k * PAIR_FLOP / spread.us / 1e6,
+        gb_per_s=experts * roofline.EXPERT_BYTES / spread.us / 1e3,
+        tflop_per_s=num_tokens * support.KIMI_K3.top_k * roofline.PAIR_FLOP / spread.us / 1e6,
+        predicted_us=_predicted_us(calls, ceilings, device),
         stages_us=_stages(lambda: calls[0].run(batch_invariant=batch_invariant)) if stages else {},
+    )
+
+
+def _line(result: Result) -> str:
+    spread = (result.us_high - result.us_low) / result.us
+    predicted = "" if result.predicted_us is None else f"{result.predicted_us:>11.1f}"
+    return (
+        f"{result.tokens:>6} {result.routing:<10}{result.experts:>8.1f}{result.us:>10.1f}"
+        f"{spread:>8.1%}{result.floor_us:>9.1f}{predicted}  {result.fraction:.2f} of the floor, "
+        f"{result.gb_per_s:.0f} GB/s, {result.tflop_per_s:.0f} TFLOP/s"
     )
 
 
@@ -165,11 +232,15 @@ def run(arguments: argparse.Namespace) -> int:
         ceilings = measure_ceilings(device)
         print(
             f"{torch.cuda.get_device_name(device)}: reads {ceilings.read_bytes_per_s / 1e12:.3f} "
-            f"TB/s, multiplies {ceilings.matrix_flop_per_s / 1e12:.0f} TFLOP/s (BF16), a graph "
-            f"node takes {ceilings.graph_node_us:.2f} us"
+            f"TB/s, multiplies {ceilings.matrix_flop_per_s / 1e12:.0f} TFLOP/s "
+            f"({ceilings.matrix}), a graph node takes {ceilings.graph_node_us:.2f} us"
         )
         layer = Layer(*synthetic.fill_random_prepared(0)).to(device)
-        print(f"{'tokens':>6} {'routing':<10}{'experts':>8}{'us':>10}{'spread':>8}{'floor':>9}")
+        predicts = roofline.predicts(torch.cuda.get_device_capability(device))
+        print(
+            f"{'tokens':>6} {'routing':<10}{'experts':>8}{'us':>10}{'spread':>8}{'floor':>9}"
+            + (f"{'predicted':>11}" if predicts else "")
+        )
         report = Report(
             ceilings, arguments.batch_invariant, environment(device), path=arguments.json
         )
@@ -185,12 +256,6 @@ def run(arguments: argparse.Namespace) -> int:
                 )
                 report.results.append(result)
                 report.write()
-                spread = (result.us_high - result.us_low) / result.us
-                print(
-                    f"{tokens:>6} {routing:<10}{result.experts:>8.1f}{result.us:>10.1f}"
-                    f"{spread:>8.1%}{result.floor_us:>9.1f}  {result.fraction:.2f} of the floor, "
-                    f"{result.gb_per_s:.0f} GB/s, {result.tflop_per_s:.0f} TFLOP/s",
-                    flush=True,
-                )
+                print(_line(result), flush=True)
         outcomes = [add_peer(report, name, layer) for name in dict.fromkeys(arguments.peer)]
     return 0 if all(outcomes) else 1

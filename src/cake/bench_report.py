@@ -10,11 +10,8 @@ from typing import Any
 
 import torch
 
-from cake import info, support
+from cake import info, roofline
 from cake.testing import synthetic
-
-EXPERT_BYTES = 2_322_432  # packed codes and block scales of FC1 and FC2
-PAIR_FLOP = 8_257_536  # of one (token, expert) pair
 
 
 @dataclass(frozen=True)
@@ -24,12 +21,11 @@ class Ceilings:
     read_bytes_per_s: float
     matrix_flop_per_s: float
     graph_node_us: float
+    matrix: str = "BF16"  # what was multiplied for the matrix rate
 
     def floor_us(self, experts: float, num_tokens: int) -> float:
         """Return the floor of a call that touches so many distinct experts."""
-        memory = experts * EXPERT_BYTES / self.read_bytes_per_s
-        matrix = num_tokens * support.KIMI_K3.top_k * PAIR_FLOP / self.matrix_flop_per_s
-        return max(memory, matrix) * 1e6
+        return roofline.floor_us(experts, num_tokens, self.read_bytes_per_s, self.matrix_flop_per_s)
 
 
 @dataclass(frozen=True)
@@ -64,6 +60,7 @@ class Result:
     fraction: float  # floor / median
     gb_per_s: float  # distinct experts' bytes over the time
     tflop_per_s: float
+    predicted_us: float | None = None  # by cake.roofline, where it knows the GPU
     stages_us: dict[str, float] = field(default_factory=dict)  # they overlap
     peers: dict[str, PeerResult | PeerFailure] = field(default_factory=dict)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
+from cake import roofline
 from cake.check import Batch, make_batch
 from cake.testing import synthetic
 
@@ -32,9 +34,12 @@ class Rotation:
     rounds: int
 
     @classmethod
-    def of(cls, num_tokens: int) -> Rotation:
-        """Choose for a token count."""
-        batches = 8 if num_tokens <= 16 else 4 if num_tokens <= 512 else 2
+    def of(cls, num_tokens: int, device: torch.device) -> Rotation:
+        """Choose for a token count: the batches' experts are at least four times what L2 holds."""
+        few = 8 if num_tokens <= 16 else 4 if num_tokens <= 512 else 2
+        batch_bytes = roofline.expected_experts(num_tokens) * roofline.EXPERT_BYTES
+        l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
+        batches = max(few, math.ceil(4 * l2_bytes / batch_bytes))
         return cls(num_tokens, batches, max(1, (48 if num_tokens <= 64 else 8) // batches))
 
     def make_batches(self, routing: synthetic.Routing, device: torch.device) -> list[Batch]:

@@ -8,6 +8,9 @@
 //   offsets  over warps, over the CTAs of the cluster, over experts
 //   scatter  each warp walks its run again and places its pairs
 //
+// Up to kFewPairs pairs each thread counts those before its own instead, without any barrier but
+// two.
+//
 // The other CTAs quantize tokens, one group of 16 a thread. Everyone waits for the predecessor
 // before the first read and releases the dependents at once: they wait for the end of this grid
 // anyway.
@@ -29,6 +32,7 @@ inline constexpr int kThreads = 1024;
 inline constexpr int kWarps = kThreads / 32;
 inline constexpr int kExperts = 896;
 inline constexpr int kLargeCluster = 8;
+inline constexpr int kFewPairs = 128;
 
 struct Params {
   const void* __restrict__ topk_ids;  // int32 or int64 [P]
@@ -53,6 +57,11 @@ struct Params {
 
 // Pairs in the low half, tiles in the high half.
 using Scan = cub::BlockScan<uint64_t, kThreads, cub::BLOCK_SCAN_WARP_SCANS>;
+
+struct FewStorage {
+  int4 experts[kFewPairs / 4];  // of the pairs, kExperts for an empty slot
+  int4 tiles[kFewPairs / 4];    // expert * 256, plus its number of tiles at its first pair
+};
 
 struct Storage {
   uint16_t counts[kWarps][kExperts];  // of a warp, then its offset within the CTA's pairs
@@ -82,6 +91,77 @@ __device__ __forceinline__ void for_each_pair(const Params& params, int32_t begi
   }
 }
 
+// Writes the tiles of an expert: `size` pairs and the first `longer` one more.
+__device__ __forceinline__ void write_tiles(const Params& params, int32_t expert, int32_t pairs,
+                                            int32_t first_pair, int32_t num_tiles,
+                                            int32_t first_tile, int32_t begin, int32_t step) {
+  const int32_t size = num_tiles > 0 ? pairs / num_tiles : 0;
+  const int32_t longer = pairs - size * num_tiles;
+  for (int32_t i = begin; i < num_tiles; i += step) {
+    params.tiles[first_tile + i] = {expert, first_pair + i * size + min(i, longer),
+                                    size + (i < longer ? 1 : 0), 0};
+  }
+}
+
+__device__ __forceinline__ void write_totals(const Params& params, int32_t num_tiles) {
+  *params.num_tiles = num_tiles;
+  if (params.work_counter != nullptr) {
+    *params.work_counter = 0;
+  }
+}
+
+// The same as route, one pair a thread of the first warps.
+__device__ __forceinline__ void route_few(const Params& params, FewStorage& shared) {
+  const auto pair = static_cast<int32_t>(threadIdx.x);
+  int32_t expert = kExperts;
+  if (pair < kFewPairs) {
+    const int32_t found = expert_of(params, pair, params.num_pairs);
+    expert = found >= 0 ? found : kExperts;
+    reinterpret_cast<int32_t*>(shared.experts)[pair] = expert;
+  }
+  __syncthreads();
+  if (pair >= kFewPairs) {
+    __syncthreads();
+    return;
+  }
+  // Calls visit(i, word i of `words`) for every pair; their number is a multiple of 16.
+  const auto for_all = [&](const int4* words, const auto& visit) {
+    for (int32_t i = 0; i < params.num_pairs; i += 4) {
+      const int4 four = words[i / 4];
+      visit(i, four.x);
+      visit(i + 1, four.y);
+      visit(i + 2, four.z);
+      visit(i + 3, four.w);
+    }
+  };
+  int32_t before = 0;  // pairs of experts before this one
+  int32_t ahead = 0;   // earlier pairs of this expert
+  int32_t total = 0;   // all pairs of this expert
+  for_all(shared.experts, [&](int32_t i, int32_t other) {
+    before += other < expert ? 1 : 0;
+    total += other == expert ? 1 : 0;
+    ahead += other == expert && i < pair ? 1 : 0;
+  });
+  const bool first = expert < kExperts && ahead == 0;
+  const int32_t num_tiles = first ? (total + params.tile_pairs - 1) / params.tile_pairs : 0;
+  static_assert(kFewPairs < 256);
+  reinterpret_cast<int32_t*>(shared.tiles)[pair] = expert * 256 + num_tiles;
+  if (expert < kExperts) {
+    params.expert_pairs[before + ahead] = pair;
+  }
+  __syncthreads();
+  int32_t first_tile = 0;
+  int32_t all_tiles = 0;
+  for_all(shared.tiles, [&](int32_t, int32_t other) {
+    all_tiles += other % 256;
+    first_tile += other / 256 < expert ? other % 256 : 0;
+  });
+  write_tiles(params, expert, total, before, num_tiles, first_tile, 0, 1);
+  if (pair == 0) {
+    write_totals(params, all_tiles);
+  }
+}
+
 __device__ __forceinline__ void route(const Params& params, Storage& shared) {
   namespace cg = cooperative_groups;
   const cg::cluster_group cluster = cg::this_cluster();
@@ -96,7 +176,9 @@ __device__ __forceinline__ void route(const Params& params, Storage& shared) {
   const int32_t begin = min(params.num_pairs, (rank * kWarps + warp) * run_pairs);
   const int32_t end = min(params.num_pairs, begin + run_pairs);
 
-  for (int32_t i = static_cast<int32_t>(threadIdx.x); i < kWarps * kExperts / 2; i += kThreads) {
+  const int32_t used_warps = min(kWarps, (params.num_pairs + run_pairs - 1) / run_pairs);
+  for (int32_t i = static_cast<int32_t>(threadIdx.x); i < used_warps * kExperts / 2;
+       i += kThreads) {
     reinterpret_cast<uint32_t*>(shared.counts)[i] = 0;
   }
   __syncthreads();
@@ -111,7 +193,7 @@ __device__ __forceinline__ void route(const Params& params, Storage& shared) {
   const int32_t expert = static_cast<int32_t>(threadIdx.x);
   if (expert < kExperts) {
     int32_t sum = 0;
-    for (int32_t w = 0; w < kWarps; ++w) {
+    for (int32_t w = 0; w < used_warps; ++w) {
       const int32_t count = shared.counts[w][expert];
       shared.counts[w][expert] = static_cast<uint16_t>(sum);
       sum += count;
@@ -138,19 +220,10 @@ __device__ __forceinline__ void route(const Params& params, Storage& shared) {
   const int32_t first_tile = static_cast<int32_t>(offset >> 32);
   if (expert < kExperts) {
     shared.bases[expert] = first_pair + before;
-    // Tiles of nearly equal size: the first `longer` have one pair more.
-    const int32_t size = own_tiles > 0 ? total / own_tiles : 0;
-    const int32_t longer = total - size * own_tiles;
-    for (int32_t i = rank; i < own_tiles; i += ranks) {
-      params.tiles[first_tile + i] = {expert, first_pair + i * size + min(i, longer),
-                                      size + (i < longer ? 1 : 0), 0};
-    }
+    write_tiles(params, expert, total, first_pair, own_tiles, first_tile, rank, ranks);
   }
   if (rank == 0 && threadIdx.x == 0) {
-    *params.num_tiles = static_cast<int32_t>(sum >> 32);
-    if (params.work_counter != nullptr) {
-      *params.work_counter = 0;
-    }
+    write_totals(params, static_cast<int32_t>(sum >> 32));
   }
   __syncthreads();
   for_each_pair(params, begin, end, [&](int32_t e, int32_t pair, uint32_t same) {
@@ -208,7 +281,11 @@ __global__ void __launch_bounds__(kThreads, 1)
   ptx::griddepcontrol_wait();
   const auto cluster_size = static_cast<int32_t>(cooperative_groups::this_cluster().num_blocks());
   if (static_cast<int32_t>(blockIdx.x) < cluster_size) {
-    route(params, *reinterpret_cast<Storage*>(routing_storage));
+    if (params.num_pairs <= kFewPairs) {
+      route_few(params, *reinterpret_cast<FewStorage*>(routing_storage));
+    } else {
+      route(params, *reinterpret_cast<Storage*>(routing_storage));
+    }
   } else {
     quantize<kAligned16>(params, cluster_size);
   }

@@ -7,7 +7,9 @@
 //            reused without its commit has been overwritten
 //   random   a part of what is queued, after random pauses
 //
-// In the last two, cp overtakes earlier matrix instructions, which PTX does not rule out.
+// In the last two, cp overtakes earlier matrix instructions, which PTX does not rule out, and loads
+// of tensor memory stay in flight until the issuer has come to a halt, at random in some cases
+// only.
 #pragma once
 
 #include <cstdint>
@@ -22,7 +24,6 @@ namespace cake::model {
 inline constexpr int32_t kEngineThreads = 128;
 inline constexpr int32_t kStartBarrier = 0;  // of all threads
 inline constexpr int32_t kEngineBarrier = 15;
-inline constexpr int64_t kHalt = 40'000;                   // cycles without a new operation
 inline constexpr int64_t kLongestKernel = 20'000'000'000;  // cycles
 
 __device__ __forceinline__ uint32_t& scale_word(uint32_t address, uint32_t row, uint32_t quarter) {
@@ -249,7 +250,7 @@ __device__ inline void give_state_back(int32_t thread) {
     check(!s.threads[i].load_flying, Error::kLoadWait, Location{}, i);
   }
   if (thread < 16) {
-    check(!s.owned[thread], Error::kNotFreed, Location{}, thread * 32);
+    check(!s.owned[thread], Error::kNotFreed, s.allocated_at, thread * 32);
   }
   if (thread == 0) {
     check(s.uncommitted == 0, Error::kCommitMissing, s.queue[(s.tail - 1) % kQueue].where, s.tail);

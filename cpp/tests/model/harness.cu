@@ -1,3 +1,5 @@
+#include <algorithm>
+#include <array>
 #include <cstdlib>
 #include <cstring>
 #include <iterator>
@@ -14,7 +16,6 @@ namespace {
 
 constexpr int kGuard = 1024;
 constexpr int kGuardByte = 0x5A;
-constexpr int kSeeds = 6;
 
 void expect_success(cudaError_t code, const char* what) {
   EXPECT_EQ(code, cudaSuccess) << what << ": " << cudaGetErrorString(code);
@@ -74,20 +75,42 @@ uint8_t* DeviceMemory::data() const { return base_ + kGuard; }
 void DeviceMemory::fill(int byte) const {
   expect_success(cudaMemset(data(), byte, bytes_), "cudaMemset");
 }
-void DeviceMemory::upload(const void* source) const {
-  expect_success(cudaMemcpy(data(), source, bytes_, cudaMemcpyHostToDevice), "cudaMemcpy");
+void DeviceMemory::upload(const void* source, int64_t offset, int64_t bytes) const {
+  expect_success(cudaMemcpy(data() + offset, source, bytes, cudaMemcpyHostToDevice), "cudaMemcpy");
 }
-void DeviceMemory::read(void* to) const {
-  std::vector<uint8_t> all(bytes_ + 2 * kGuard);
-  expect_success(cudaMemcpy(all.data(), base_, all.size(), cudaMemcpyDeviceToHost), "cudaMemcpy");
-  for (int64_t i = 0; i < kGuard; ++i) {
-    if (all[i] != kGuardByte || all[kGuard + bytes_ + i] != kGuardByte) {
-      ADD_FAILURE() << "a guard byte was written";
-      break;
+void DeviceMemory::read(void* to, int64_t offset, int64_t bytes) const {
+  const auto copy = [](void* destination, const void* source, int64_t size) {
+    expect_success(cudaMemcpy(destination, source, size, cudaMemcpyDeviceToHost), "cudaMemcpy");
+  };
+  for (const uint8_t* guard : {base_, data() + bytes_}) {
+    std::array<uint8_t, kGuard> held;
+    copy(held.data(), guard, kGuard);
+    EXPECT_TRUE(std::all_of(held.begin(), held.end(), [](uint8_t b) { return b == kGuardByte; }))
+        << "a guard byte was written";
+  }
+  copy(to, data() + offset, bytes);
+}
+
+namespace {
+
+class Summary : public ::testing::Environment {
+ public:
+  void add(const std::string& line) { lines_.push_back(line); }
+  void TearDown() override {
+    for (const std::string& line : lines_) {
+      std::printf("%s\n", line.c_str());
     }
   }
-  std::memcpy(to, all.data() + kGuard, bytes_);
-}
+
+ private:
+  std::vector<std::string> lines_;
+};
+// GoogleTest owns it.
+auto* const summary = static_cast<Summary*>(::testing::AddGlobalTestEnvironment(new Summary));
+
+}  // namespace
+
+void add_to_summary(const std::string& line) { summary->add(line); }
 
 uint8_t* LateInputs::add_bytes(const void* data, size_t bytes) {
   const auto size = static_cast<int64_t>(bytes);
@@ -180,7 +203,7 @@ void ModelTest::run(const std::function<Status()>& launch, const std::function<v
   if (!HasFailure()) {
     setting(Mode::kLate, 0);
   }
-  for (uint32_t seed = 1; seed <= kSeeds && !HasFailure(); ++seed) {
+  for (uint32_t seed = 1; seed <= kRandomSeeds && !HasFailure(); ++seed) {
     setting(Mode::kRandom, seed);
   }
 }

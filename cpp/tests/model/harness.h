@@ -34,18 +34,24 @@ class DeviceMemory {
   }
   int64_t bytes() const { return bytes_; }
   void fill(int byte) const;
-  void upload(const void* source) const;
+  void upload(const void* source) const { upload(source, 0, bytes_); }
+  void upload(const void* source, int64_t offset, int64_t bytes) const;
   // Fails the test if a guard byte has changed.
   template <class T>
   std::vector<T> download() const {
-    std::vector<T> values(bytes_ / sizeof(T));
-    read(values.data());
+    return download<T>(0, bytes_ / static_cast<int64_t>(sizeof(T)));
+  }
+  // The same for `count` values from byte `offset` on.
+  template <class T>
+  std::vector<T> download(int64_t offset, int64_t count) const {
+    std::vector<T> values(count);
+    read(values.data(), offset, count * static_cast<int64_t>(sizeof(T)));
     return values;
   }
 
  private:
   uint8_t* data() const;
-  void read(void* to) const;
+  void read(void* to, int64_t offset, int64_t bytes) const;
   int64_t bytes_;
   uint8_t* base_ = nullptr;
 };
@@ -72,6 +78,11 @@ class LateInputs {
   std::vector<Delivery> deliveries_;
   std::unique_ptr<DeviceMemory> list_;
 };
+
+// Markdown that the program prints at its end.
+void add_to_summary(const std::string& line);
+
+inline constexpr int kRandomSeeds = 6;
 
 // Tests on an sm_90 GPU; skipped without one.
 class ModelTest : public ::testing::Test {

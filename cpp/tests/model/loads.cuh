@@ -35,6 +35,7 @@ __device__ inline void allocate(uint32_t destination, uint32_t columns, Location
       time_out(where, columns);
     }
     s.allocated[first] = columns;
+    s.allocated_at = where;
     for (uint32_t i = first; i < first + columns / 32; ++i) {
       s.owned[i] = true;
     }
@@ -101,6 +102,7 @@ __device__ __forceinline__ void begin_load(uint32_t (&w)[kWords], uint32_t addre
   check_fenced(where);
   ThreadState& self = this_thread();
   self.loaded = self.load_flying = true;
+  self.load = where;
   const uint32_t columns = kWords / 4 * 8;
   const uint32_t quarter = threadIdx.x / 32 % 4;
   const uint32_t column = column_of(address);
@@ -129,17 +131,44 @@ __device__ __forceinline__ void begin_load(uint32_t (&w)[kWords], uint32_t addre
   }
 }
 
+// Keeps a warp's loads in flight, but for the mode eager, until the issuer has come to a halt and
+// all is performed: by then a matrix instruction that does not wait for them has overwritten what
+// they read. A correct kernel's halts for want of the accumulator that they are about to free.
+__device__ __noinline__ inline void hold_loads() {
+  constexpr int64_t kIdle = 3 * kHalt;           // cycles; a stage's copies take less
+  constexpr int64_t kLongestHold = 200'000'000;  // cycles
+  uint32_t seen = load_volatile(state().tail);
+  if (control.mode == Mode::kRandom) {
+    const uint32_t warp = threadIdx.x / 32;
+    const uint32_t chance =
+        (control.seed * 2654435761u + blockIdx.x * 97u + warp + seen) * 0x9E3779B1u;
+    if (chance >> 30 != 0) {
+      return;
+    }
+  }
+  const int64_t began = clock64();
+  for (int64_t since = began, now = began; now - since <= kIdle && now - began < kLongestHold;) {
+    __nanosleep(500);
+    now = clock64();
+    const uint32_t tail = load_volatile(state().tail);
+    if (tail != seen || first_pending() != tail) {
+      seen = tail;
+      since = now;
+    }
+  }
+}
+
 template <int kWords>
 __device__ __forceinline__ void end_load(uint32_t (&w)[kWords]) {
   const uint32_t tag = w[0];
+  const Location where = this_thread().load;
   if ((tag & ~0xFFFFu) != kFlying || !this_thread().load_flying) {
-    report(Error::kLoadWait, Location{}, tag);
+    report(Error::kLoadWait, where, tag);
     return;
   }
   const uint32_t address = (tag >> 9 & 127u) << 16 | (tag & 511u);
   bool poisoned = false;
-  check(w[1] == (kFlying | digest<kWords>(address, poisoned)), Error::kLoadRace, Location{},
-        address);
+  check(w[1] == (kFlying | digest<kWords>(address, poisoned)), Error::kLoadRace, where, address);
 #pragma unroll
   for (uint32_t i = 0; i < kWords; ++i) {
     w[i] = tensor_word(address, i);

@@ -17,6 +17,7 @@ inline constexpr uint32_t kSharedBytes = 233472;      // 228 KB
 inline constexpr uint32_t kPoison = 0x7FC0DEADu;      // never written tensor memory, a NaN
 inline constexpr uint32_t kPoisonCopy = 0x7F7F7F7Fu;  // a copy's destination until it lands
 inline constexpr int64_t kPatience = 6'000'000'000;   // cycles, for a barrier
+inline constexpr int64_t kHalt = 40'000;              // cycles without a new operation
 
 enum class Mode : int32_t { kEager, kLate, kRandom };
 
@@ -49,6 +50,7 @@ struct ThreadState {
   bool load_flying;  // no wait::ld yet
   bool stored;       // to shared memory for the tensor core, no proxy fence yet
   uint32_t fences;   // proxy fences so far
+  Location load;     // the last one
 };
 
 struct State {
@@ -60,6 +62,7 @@ struct State {
   uint32_t uncommitted;    // operations since the last commit
   uint32_t allocated[16];  // columns of the allocation that begins at 32 i
   bool owned[16];          // columns 32 i .. 32 i + 31
+  Location allocated_at;   // the last allocation
   bool relinquished;
   uint32_t kernel_threads, exited;
   uint32_t taken;  // by a CTA

@@ -37,6 +37,7 @@ static_assert(std::size(kBugs) == static_cast<size_t>(PlantedBug::kCount));
 // The test of each kernel that asks for planted bugs.
 constexpr const char* kTests[] = {"ToyGemm.MatchesReference", "Fc1Sm100.MatchesCpuPath/N16",
                                   "Fc2Sm100.ManyBlocks"};
+static_assert(std::size(kTests) == 3, "the summary's columns");
 
 struct Outcome {
   bool planted = false;  // the kernel asked for the bug
@@ -82,8 +83,11 @@ class PlantedBugs : public ModelTest {};
 
 TEST_F(PlantedBugs, AreCaught) {
   std::vector<bool> asked(std::size(kBugs));
+  std::vector<std::string> rows(kBugs, std::end(kBugs));
+  rows[0] = "planted";
   for (const char* test : kTests) {
     std::printf("%s\n", test);
+    rows[0] += std::string(" | ") + test;
     for (int bug = 1; bug < static_cast<int>(std::size(kBugs)); ++bug) {
       const Outcome outcome = run_with_bug(test, bug);
       const char* const verdict = !outcome.planted ? "-"
@@ -91,12 +95,20 @@ TEST_F(PlantedBugs, AreCaught) {
                                                    : "NOT CAUGHT";
       std::printf("  %-22s %s\n", kBugs[bug], verdict);
       std::fflush(stdout);
+      rows[bug] += " | " + std::string(verdict).substr(0, std::string_view(verdict).find(':'));
       asked[bug] = asked[bug] || outcome.planted;
       EXPECT_TRUE(!outcome.planted || outcome.failed) << kBugs[bug] << " in " << test;
     }
   }
   for (int bug = 1; bug < static_cast<int>(std::size(kBugs)); ++bug) {
     EXPECT_TRUE(asked[bug]) << kBugs[bug] << ": no kernel plants it";
+  }
+  add_to_summary("\nErrors planted in the kernels, and what caught them (-: does not apply):\n");
+  for (const std::string& row : rows) {
+    add_to_summary("| " + row + " |");
+    if (&row == &rows[0]) {
+      add_to_summary("| --- | --- | --- | --- |");
+    }
   }
 }
 

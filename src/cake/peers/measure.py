@@ -70,7 +70,7 @@ def measure_peer(
         The output is further from the layer without activation quantization than the peer's
         tolerance.
     """
-    rotation = timing.Rotation.of(batches[0].tokens.shape[0])
+    rotation = timing.Rotation.of(batches[0].tokens.shape[0], weights.device)
     outputs: list[Tensor] = []
 
     def run_all() -> None:
@@ -127,8 +127,8 @@ def add_peer(report: Report, name: str, layer: Layer) -> bool:
         row = f"{result.tokens:>6} {result.routing:<10}{result.us:>10.1f}"
         outcome: PeerResult | PeerFailure
         try:
-            rotation = timing.Rotation.of(result.tokens)
-            batches = rotation.make_batches(result.routing, layer.weights.device)
+            device = layer.weights.device
+            batches = timing.Rotation.of(result.tokens, device).make_batches(result.routing, device)
             outcome = measure_peer(peer, layer.weights, batches, result.us)
             spread = (outcome.us_high - outcome.us_low) / outcome.us
             row += f"{outcome.us:>12.1f}{spread:>8.1%}{outcome.ratio:>7.2f}{outcome.error:>9.1e}"

@@ -66,6 +66,9 @@ __device__ __forceinline__ void tcgen05_ld_16x256b(
 
 template <int... kWords>
 __device__ __forceinline__ void tcgen05_wait_ld(uint32_t (&... loads)[kWords]) {
+  if (model::control.mode != model::Mode::kEager) {
+    model::hold_loads();
+  }
   (model::end_load(loads), ...);
   model::this_thread().load_flying = false;
 }
