@@ -31,6 +31,14 @@ int32_t sm100_tile_pairs(int32_t num_tokens) {
                            std::min(num_tokens, 64));
 }
 
+// FC2's rows, in bytes, of one launch on sm_100: finalize reads them from L2 (126 MB), which
+// streams of weights pass through as well. A pooled call has one launch. On sm_90 (60 MB of L2)
+// parts that fit were slower than few large ones (docs/performance.md).
+int64_t sm100_part_bytes(int32_t num_tokens) {
+  constexpr int32_t kMostPooledTokens = 1024;
+  return num_tokens <= kMostPooledTokens ? kFc2RowsBytes : 80 << 20;
+}
+
 const char* kernels_name(Kernels kernels) {
   switch (kernels) {
     case Kernels::kDecode:
@@ -58,20 +66,22 @@ Plan make_plan(int32_t num_tokens, const Gpu& gpu, bool batch_invariant) {
     // One kernel: tiles of any size take the same instructions in the same order along K.
     return {.kernels = Kernels::kSm100,
             .tile_pairs = sm100_tile_pairs(num_tokens),
-            .num_ctas = gpu.num_sms};
+            .num_ctas = gpu.num_sms,
+            .fc2_blocks = fc2_blocks_per_part(kKimiK3, num_tokens, sm100_part_bytes(num_tokens))};
   }
   const bool decode = num_tokens <= kMostDecodeTokens && !batch_invariant;
   return {.kernels = decode ? Kernels::kDecode : Kernels::kPrefill,
           .tile_pairs = decode ? kDecodeTilePairs : kPrefillTilePairs,
-          .num_ctas = gpu.num_sms};
+          .num_ctas = gpu.num_sms,
+          .fc2_blocks = fc2_blocks_per_part(kKimiK3, num_tokens, kFc2RowsBytes)};
 }
 
 std::string plan_text(int32_t num_tokens, bool batch_invariant, int32_t major) {
   const Gpu gpu{major >= 10 ? Architecture::kSm100 : Architecture::kSm90, 1};
-  const Plan plan = make_plan(num_tokens, gpu, batch_invariant || batch_invariant_by_environment());
-  const int32_t blocks = kKimiK3.hidden / kFc2BlockRows;
   const int32_t chunk = tokens_per_chunk(num_tokens);
-  const int32_t part = fc2_blocks_per_part(kKimiK3, chunk);
+  const Plan plan = make_plan(chunk, gpu, batch_invariant || batch_invariant_by_environment());
+  const int32_t blocks = kKimiK3.hidden / kFc2BlockRows;
+  const int32_t part = plan.fc2_blocks;
   std::ostringstream json;
   json << R"({"kernels": ")" << kernels_name(plan.kernels) << R"(", "tile_pairs": )"
        << plan.tile_pairs << R"(, "tokens_per_chunk": )" << chunk << R"(, "fc2_parts": )"

@@ -51,6 +51,7 @@ struct Plan {
   Kernels kernels;
   int32_t tile_pairs;  // most pairs of a tile
   int32_t num_ctas;    // of FC1 and FC2
+  int32_t fc2_blocks;  // of 128 output columns of a launch of FC2; the last may have fewer
 };
 
 // Whether CAKE_BATCH_INVARIANT is 1; read once.

@@ -30,13 +30,16 @@ TEST(Plan, EveryRegionHoldsWhatItsKernelsWrite) {
     ASSERT_LE(Workspace(kKimiK3, chunk).total_bytes, workspace_bytes(kKimiK3, tokens)) << tokens;
     const Workspace layout(kKimiK3, chunk);
     const int64_t pairs = int64_t{chunk} * kKimiK3.top_k;
-    const int64_t part = fc2_blocks_per_part(kKimiK3, chunk);
-    ASSERT_LE(pairs * part * kFc2BlockRows * 2, layout.fc2_rows.bytes) << tokens;
     // With the prefill kernels, the input as half lies there first.
     ASSERT_LE(int64_t{chunk} * kKimiK3.hidden * 2, layout.fc2_rows.bytes) << tokens;
     // The most tiles: every expert has one pair more than a whole number of tiles.
     for (const Gpu& gpu : {kH200, kB200}) {
-      const int64_t tile = make_plan(chunk, gpu, false).tile_pairs;
+      const Plan plan = make_plan(chunk, gpu, false);
+      ASSERT_LE(pairs * plan.fc2_blocks * kFc2BlockRows * 2, layout.fc2_rows.bytes) << tokens;
+      if (is_pooled(tokens)) {
+        ASSERT_EQ(plan.fc2_blocks, kKimiK3.hidden / kFc2BlockRows) << tokens;
+      }
+      const int64_t tile = plan.tile_pairs;
       const int64_t experts = std::min<int64_t>(kKimiK3.num_experts, pairs);
       const int64_t most = experts + (pairs - experts) / tile;
       ASSERT_LE(most * 16, layout.tiles.bytes) << tokens;

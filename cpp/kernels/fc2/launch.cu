@@ -12,7 +12,7 @@ namespace cake {
 namespace {
 
 // The counter is set to 0 once in a call.
-static_assert(fc2_blocks_per_part(kKimiK3, 1024) == kKimiK3.hidden / kFc2BlockRows,
+static_assert(fc2_blocks_per_part(kKimiK3, 1024, kFc2RowsBytes) == kKimiK3.hidden / kFc2BlockRows,
               "a pooled call must have one launch of FC2");
 
 // Blocks that a CTA claims at a time: about a 24th of all that it does where it does little, so
