@@ -113,6 +113,7 @@ Status fused_moe(const Arguments& a) {
                                      .first_block = first,
                                      .num_blocks = blocks,
                                      .num_pairs = a.num_tokens * kShape.top_k,
+                                     .pool = plan.fc2_pool,
                                      .work_counter = w.work_counter},
                                     plan, a.stream));
     CAKE_RETURN_IF_ERROR(

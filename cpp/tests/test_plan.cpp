@@ -72,6 +72,27 @@ TEST(Plan, Sm100HasOneTileOfAnExpertUpTo64TokensAndTilesThatOnlyGrow) {
   EXPECT_EQ(before, kSm100TilePairs.back());
 }
 
+TEST(Plan, PoolComesFromTheSmsAt8And16TokensAndIsFixedAbove) {
+  for (int32_t tokens = 1; tokens <= kMaxTokens; ++tokens) {
+    for (const Architecture architecture : {Architecture::kSm90, Architecture::kSm100}) {
+      int32_t before = kFc2BlockRows;
+      for (const int32_t num_sms : {78, 114, 132, 148, 160}) {
+        const WorkPool pool = make_plan(tokens, {architecture, num_sms}, false).fc2_pool;
+        ASSERT_EQ(pool.part > 0, is_pooled(tokens)) << tokens;
+        ASSERT_EQ(pool.claim_blocks > 0, is_pooled(tokens)) << tokens;
+        ASSERT_LE(pool.claim_blocks, before) << tokens;  // more SMs, smaller claims
+        if (pool.part > 0 && tokens > 16) {
+          ASSERT_EQ(pool.claim_blocks, 2) << tokens;
+        }
+        before = pool.claim_blocks;
+      }
+    }
+  }
+  EXPECT_EQ(make_plan(8, kH200, false).fc2_pool.claim_blocks, 1);
+  EXPECT_EQ(make_plan(16, kH200, false).fc2_pool.claim_blocks, 2);
+  EXPECT_EQ(make_plan(16, {Architecture::kSm100, 160}, false).fc2_pool.claim_blocks, 1);
+}
+
 TEST(Plan, TextNamesTheKernelsOfTheGpu) {
   EXPECT_NE(plan_text(1, false, 9).find(R"("kernels": "decode", "tile_pairs": 8)"),
             std::string::npos);
