@@ -13,7 +13,7 @@
 //                                                                expert_pairs)
 //   fc1_sf          P * I/16                  fc1 -> fc2        (linear, rows likewise)
 //   fc2_rows        min(P * H * 2, 224 MiB)   fc2 -> finalize   (some output columns at a time)
-//   work_counter    4, pooled counts only     route -> fc2      (claims on sm_100)
+//   work_counter    4, pooled counts only     route -> fc2      (claims so far)
 //
 // With the prefill kernels fc2_rows first holds the dequantized input as half, T * H * 2 bytes:
 // quantize -> fc1.

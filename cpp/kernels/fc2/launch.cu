@@ -34,6 +34,10 @@ Status launch_sm100(const fc2::Params& params, const Plan& plan, LaunchConfig wh
 
 static_assert(fc2::Decode::kTilePairs == kDecodeTilePairs);
 static_assert(grouped_mma::kTilePairs == kPrefillTilePairs);
+static_assert(kKimiK3.num_experts +
+                      (1024 * kKimiK3.top_k - kKimiK3.num_experts) / kPrefillTilePairs <=
+                  fc2::Prefill::kMostTilesCut,
+              "a pooled call must claim whatever its routing");
 
 Status load_fc2() {
   CAKE_RETURN_IF_ERROR(
