@@ -18,7 +18,7 @@
 #     16  up to 16 pairs, FC2 claims work from its pool
 #     24  up to 32 pairs
 #    129  up to 64 pairs, a cluster routes; input rows that are not aligned to 16 bytes
-#   2049  up to 128 pairs, FC2 in two parts
+#   2049  up to 128 pairs, FC2 in four parts
 #
 # Prints one line for each tool and T. Exit status: 0 without errors; 1 when a tool reports an error
 # (of racecheck: a hazard that is an error, not a warning) or a run fails, whose log is then kept;
@@ -36,7 +36,7 @@ TOOLS=(memcheck racecheck synccheck initcheck)
 CASES_9=("3 decode 8 1 0" "129 decode 8 1 1" "360 prefill 88 1 0" "2049 prefill 88 2 0")
 # shellcheck disable=SC2034
 CASES_10=("3 sm100 8 1 0" "16 sm100 16 1 0" "24 sm100 32 1 0" "129 sm100 64 1 1"
-  "2049 sm100 128 2 0")
+  "2049 sm100 128 4 0")
 
 ONE_CALL='
 import json

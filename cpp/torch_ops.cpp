@@ -3,6 +3,7 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <limits>
 #include <optional>
 #include <string>
 #include <vector>
@@ -144,11 +145,15 @@ std::string workspace_table(int64_t num_tokens) {
   return cake::workspace_table(cake::kKimiK3, token_count(num_tokens));
 }
 
-std::string plan(int64_t num_tokens, bool batch_invariant, int64_t major) {
+std::string plan(int64_t num_tokens, bool batch_invariant, int64_t major, int64_t num_sms) {
   if (num_tokens < 1) {
     raise("ValueError", text("num_tokens: expected 1 to ", cake::kMaxTokens, ", got ", num_tokens));
   }
-  return cake::plan_text(token_count(num_tokens), batch_invariant, static_cast<int32_t>(major));
+  if (num_sms < 1 || num_sms > std::numeric_limits<int32_t>::max()) {
+    raise("ValueError", text("num_sms: expected a number of multiprocessors, got ", num_sms));
+  }
+  return cake::plan_text(token_count(num_tokens), batch_invariant, static_cast<int32_t>(major),
+                         static_cast<int32_t>(num_sms));
 }
 
 void prepare_workspace(const Tensor& workspace, std::vector<int64_t> num_tokens) {
@@ -205,7 +210,7 @@ STABLE_TORCH_LIBRARY(cake, m) {
   // JSON list of the workspace's regions: name, offset, bytes.
   m.def("workspace_table(int num_tokens) -> str");
   // JSON object: how a GPU of compute capability `major`.x runs a call with so many tokens.
-  m.def("plan(int num_tokens, bool batch_invariant=False, int major=9) -> str");
+  m.def("plan(int num_tokens, bool batch_invariant=False, int major=9, int num_sms=132) -> str");
   m.def("prepare_workspace(Tensor(a!) workspace, int[] num_tokens) -> ()");
   m.def("release_workspace(int address, int device_index) -> ()");
   // Fills `out` with 1000 * compute capability of the code that ran + index % 1000.

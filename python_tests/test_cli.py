@@ -39,11 +39,25 @@ def test_info_json_adds_up(capsys: pytest.CaptureFixture[str]) -> None:
         end = region["offset"] + region["bytes"]
     assert end <= torch.ops.cake.workspace_size(8)
     assert facts["plan"]["kernels"] == "decode"
+    assert facts["plan"]["fc2_pool_rows"] == 128
 
 
 def test_info_shows_chunks(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["info", "--tokens", "16384"]) == 0
     assert "in chunks of up to 8192 tokens" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("tokens", [8, 16, 32, 64, 128, 256, 512, 1024])
+def test_info_shows_the_pool(capsys: pytest.CaptureFixture[str], tokens: int) -> None:
+    assert main(["info", "--tokens", str(tokens)]) == 0
+    rows = 128 if tokens == 8 else 256  # on all GPUs of 75 to 149 SMs
+    assert f"from the work counter, {rows} rows at a time" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("tokens", [7, 24, 2048])
+def test_info_shows_no_pool(capsys: pytest.CaptureFixture[str], tokens: int) -> None:
+    assert main(["info", "--tokens", str(tokens)]) == 0
+    assert "pooled" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("value", "kernels"), [("1", "prefill"), ("0", "decode")])
@@ -64,6 +78,17 @@ def test_plan_depends_on_the_gpu() -> None:
     plans = [json.loads(torch.ops.cake.plan(40, major=major)) for major in (9, 10)]
     assert [plan["kernels"] for plan in plans] == ["decode", "sm100"]
     assert [plan["tile_pairs"] for plan in plans] == [8, 64]
+
+
+def test_plan_resolves_the_pool_from_the_sms_at_few_tokens() -> None:
+    def rows(tokens: int, num_sms: int) -> int:
+        plan = json.loads(torch.ops.cake.plan(tokens, major=10, num_sms=num_sms))
+        return int(plan["fc2_pool_rows"])
+
+    assert [rows(16, num_sms) for num_sms in (148, 160)] == [256, 128]
+    assert [rows(32, num_sms) for num_sms in (148, 160)] == [256, 256]
+    with pytest.raises(RuntimeError, match="num_sms: expected a number of multiprocessors, got 0"):
+        rows(16, 0)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 
@@ -17,16 +18,18 @@ from cake.testing.numeric import check_outputs, compare_outputs
 
 pytestmark = NEEDS_GPU
 
+# Where FC2 claims its last work.
+POOLED = (8, 16, 32, 64, 128, 256, 512, 1024)
 # Around every change of kernels, and counts that no tile size divides.
-TOKENS = (1, 2, 5, 7, 8, 9, 31, 63, 64, 65, 127, 129, 255, 257, 303, 304, 305, 511, 513, 641, 1023)
-LARGE = (1024, 1025, 2047, 2048, 2049, 3000, 4097)
+TOKENS = (1, 2, 5, 7, 9, 31, 63, 65, 127, 129, 255, 257, 303, 304, 305, 511, 513, 641, 1023)
+LARGE = (1025, 2047, 2048, 2049, 3000, 4097)
 
 
 def run(layer: Layer, batch: Batch) -> Tensor:
     return Call(layer, batch).run()
 
 
-@pytest.mark.parametrize("tokens", TOKENS + LARGE)
+@pytest.mark.parametrize("tokens", TOKENS + POOLED + LARGE)
 def test_stages_output_repeat_and_replay(cpu_layer: Layer, gpu_layer: Layer, tokens: int) -> None:
     check_case(cpu_layer, gpu_layer, tokens, "random", seed=tokens)
 
@@ -58,7 +61,11 @@ def prefix(batch: Batch, tokens: int) -> Batch:
 
 @pytest.mark.parametrize(
     ("most", "counts"),
-    [(304, (1, 3, 64, 293)), (8193, (305, 700, 1500, 4097, 8192)), (16384, (8192, 12289))],
+    [
+        (304, (1, 3, 8, 64, 256, 293)),
+        (8193, (305, 512, 700, 1024, 1500, 4097, 8192)),
+        (16384, (8192, 12289)),
+    ],
 )
 def test_a_plan_gives_a_row_the_same_bits_at_every_token_count(
     gpu_layer: Layer, most: int, counts: tuple[int, ...]
@@ -156,6 +163,31 @@ def test_many_repeats_under_side_load_give_the_same_bits(
         call.output.fill_(float("nan"))
         different += (call.run().view(torch.int16) != expected).sum()
     assert int(different) == 0
+
+
+# "same" reads the weights from L2: the CTAs then drift apart the most.
+@pytest.mark.parametrize("tokens", POOLED)
+@pytest.mark.parametrize("routing", ["random", "same", "one_expert"])
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_claims_cover_the_pool_and_change_no_bit(
+    gpu_layer: Layer, tokens: int, routing: synthetic.Routing, batch_invariant: bool
+) -> None:
+    call = Call(gpu_layer, make_batch(tokens, routing, 19).to(GPU))
+    expected = call.run(batch_invariant=batch_invariant).clone().view(torch.int16)
+    different = torch.zeros((), dtype=torch.int64, device=GPU)
+    for _ in range(200):
+        call.output.fill_(float("nan"))
+        call.run(batch_invariant=batch_invariant)
+        different += (call.output.view(torch.int16) != expected).sum()
+    assert int(different) == 0
+    gpu = torch.cuda.get_device_properties(GPU)
+    sms = gpu.multi_processor_count
+    plan = json.loads(torch.ops.cake.plan(tokens, batch_invariant, major=gpu.major, num_sms=sms))
+    blocks = int(call.region("num_tiles").view(torch.int32)) * 28
+    pool = blocks // plan["fc2_pool_part"] * 128  # rows
+    claims = -(-pool // plan["fc2_pool_rows"])
+    # Every CTA ends with a claim that finds nothing.
+    assert int(call.region("work_counter").view(torch.int32)) == claims + sms
 
 
 def test_submission_allocates_nothing_and_does_not_synchronize(gpu_layer: Layer) -> None:

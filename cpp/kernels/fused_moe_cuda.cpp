@@ -99,9 +99,8 @@ Status fused_moe(const Arguments& a) {
       plan, a.stream));
 
   const int32_t all_blocks = kShape.hidden / kFc2BlockRows;
-  const int32_t part_blocks = fc2_blocks_per_part(kShape, a.num_tokens);
-  for (int32_t first = 0; first < all_blocks; first += part_blocks) {
-    const int32_t blocks = std::min(part_blocks, all_blocks - first);
+  for (int32_t first = 0; first < all_blocks; first += plan.fc2_blocks) {
+    const int32_t blocks = std::min(plan.fc2_blocks, all_blocks - first);
     CAKE_RETURN_IF_ERROR(launch_fc2({.w2 = static_cast<const uint8_t*>(a.w2),
                                      .w2_sf = static_cast<const uint8_t*>(a.w2_sf),
                                      .input = w.fc1_packed,
@@ -114,6 +113,7 @@ Status fused_moe(const Arguments& a) {
                                      .first_block = first,
                                      .num_blocks = blocks,
                                      .num_pairs = a.num_tokens * kShape.top_k,
+                                     .pool = plan.fc2_pool,
                                      .work_counter = w.work_counter},
                                     plan, a.stream));
     CAKE_RETURN_IF_ERROR(

@@ -31,6 +31,27 @@ int32_t sm100_tile_pairs(int32_t num_tokens) {
                            std::min(num_tokens, 64));
 }
 
+// FC2's rows, in bytes, of one launch on sm_100: finalize reads them from L2 (126 MB), which
+// streams of weights pass through as well. A pooled call has one launch. On sm_90 (60 MB of L2)
+// parts that fit were slower than few large ones (docs/performance.md).
+int64_t sm100_part_bytes(int32_t num_tokens) {
+  constexpr int32_t kMostPooledTokens = 1024;
+  return num_tokens <= kMostPooledTokens ? kFc2RowsBytes : 80 << 20;
+}
+
+// What FC2 leaves to be claimed at the pooled token counts. A claim is about a 24th of all that a
+// CTA does where it does little, so that the CTAs end together; two blocks otherwise, to hide the
+// claims. On sm_90 the warps that multiply (or unpack) make a tile's pairs ready for every claim,
+// which costs a third of a block (a sixth): there the pool is an eighth instead of a quarter.
+WorkPool fc2_pool(int32_t num_tokens, const Gpu& gpu) {
+  if (!is_pooled(num_tokens)) {
+    return {};
+  }
+  const int32_t most_blocks = num_tokens * kKimiK3.top_k * (kKimiK3.hidden / kFc2BlockRows);
+  return {.part = gpu.architecture == Architecture::kSm90 ? 8 : 4,
+          .claim_blocks = std::clamp(most_blocks / gpu.num_sms / 24, 1, 2)};
+}
+
 const char* kernels_name(Kernels kernels) {
   switch (kernels) {
     case Kernels::kDecode:
@@ -58,25 +79,30 @@ Plan make_plan(int32_t num_tokens, const Gpu& gpu, bool batch_invariant) {
     // One kernel: tiles of any size take the same instructions in the same order along K.
     return {.kernels = Kernels::kSm100,
             .tile_pairs = sm100_tile_pairs(num_tokens),
-            .num_ctas = gpu.num_sms};
+            .num_ctas = gpu.num_sms,
+            .fc2_blocks = fc2_blocks_per_part(kKimiK3, num_tokens, sm100_part_bytes(num_tokens)),
+            .fc2_pool = fc2_pool(num_tokens, gpu)};
   }
   const bool decode = num_tokens <= kMostDecodeTokens && !batch_invariant;
   return {.kernels = decode ? Kernels::kDecode : Kernels::kPrefill,
           .tile_pairs = decode ? kDecodeTilePairs : kPrefillTilePairs,
-          .num_ctas = gpu.num_sms};
+          .num_ctas = gpu.num_sms,
+          .fc2_blocks = fc2_blocks_per_part(kKimiK3, num_tokens, kFc2RowsBytes),
+          .fc2_pool = fc2_pool(num_tokens, gpu)};
 }
 
-std::string plan_text(int32_t num_tokens, bool batch_invariant, int32_t major) {
-  const Gpu gpu{major >= 10 ? Architecture::kSm100 : Architecture::kSm90, 1};
-  const Plan plan = make_plan(num_tokens, gpu, batch_invariant || batch_invariant_by_environment());
-  const int32_t blocks = kKimiK3.hidden / kFc2BlockRows;
+std::string plan_text(int32_t num_tokens, bool batch_invariant, int32_t major, int32_t num_sms) {
+  const Gpu gpu{major >= 10 ? Architecture::kSm100 : Architecture::kSm90, num_sms};
   const int32_t chunk = tokens_per_chunk(num_tokens);
-  const int32_t part = fc2_blocks_per_part(kKimiK3, chunk);
+  const Plan plan = make_plan(chunk, gpu, batch_invariant || batch_invariant_by_environment());
+  const int32_t blocks = kKimiK3.hidden / kFc2BlockRows;
+  const int32_t part = plan.fc2_blocks;
   std::ostringstream json;
   json << R"({"kernels": ")" << kernels_name(plan.kernels) << R"(", "tile_pairs": )"
        << plan.tile_pairs << R"(, "tokens_per_chunk": )" << chunk << R"(, "fc2_parts": )"
        << (blocks + part - 1) / part << R"(, "fc2_columns_per_part": )" << part * kFc2BlockRows
-       << "}";
+       << R"(, "fc2_pool_part": )" << plan.fc2_pool.part << R"(, "fc2_pool_rows": )"
+       << plan.fc2_pool.claim_blocks * kFc2BlockRows << "}";
   return std::move(json).str();
 }
 

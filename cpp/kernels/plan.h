@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "cake/fused_moe.h"
+#include "common/work_pool.h"
 
 namespace cake {
 
@@ -51,6 +52,8 @@ struct Plan {
   Kernels kernels;
   int32_t tile_pairs;  // most pairs of a tile
   int32_t num_ctas;    // of FC1 and FC2
+  int32_t fc2_blocks;  // of 128 output columns of a launch of FC2; the last may have fewer
+  WorkPool fc2_pool;   // of blocks of kFc2BlockRows output columns of a tile
 };
 
 // Whether CAKE_BATCH_INVARIANT is 1; read once.

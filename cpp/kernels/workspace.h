@@ -13,7 +13,7 @@
 //                                                                expert_pairs)
 //   fc1_sf          P * I/16                  fc1 -> fc2        (linear, rows likewise)
 //   fc2_rows        min(P * H * 2, 224 MiB)   fc2 -> finalize   (some output columns at a time)
-//   work_counter    4, pooled counts only     route -> fc2      (claims on sm_100)
+//   work_counter    4, pooled counts only     route -> fc2      (claims so far)
 //
 // With the prefill kernels fc2_rows first holds the dequantized input as half, T * H * 2 bytes:
 // quantize -> fc1.
@@ -31,7 +31,7 @@
 namespace cake {
 
 inline constexpr int32_t kFc2BlockRows = 128;        // output columns of one block of FC2
-inline constexpr int64_t kFc2RowsBytes = 224 << 20;  // so much of FC2's result exists at a time
+inline constexpr int64_t kFc2RowsBytes = 224 << 20;  // most of FC2's result that exists at a time
 inline constexpr int32_t kSmallestTilePairs = 8;
 inline constexpr int32_t kChunkTokens = 8192;
 
@@ -53,13 +53,12 @@ constexpr bool is_pooled(int32_t num_tokens) {
   return num_tokens >= 8 && num_tokens <= 1024 && (num_tokens & (num_tokens - 1)) == 0;
 }
 
-// Blocks of output columns that FC2 computes in one launch: as many as fc2_rows holds, in parts of
-// nearly equal size.
-constexpr int32_t fc2_blocks_per_part(const Shape& shape, int32_t num_tokens) {
+// Blocks of output columns that FC2 computes in one launch: as many as `part_bytes` hold, in parts
+// of nearly equal size.
+constexpr int32_t fc2_blocks_per_part(const Shape& shape, int32_t num_tokens, int64_t part_bytes) {
   const int64_t block_bytes = int64_t{num_tokens} * shape.top_k * kFc2BlockRows * 2;
   const int64_t blocks = shape.hidden / kFc2BlockRows;
-  const int64_t fitting =
-      block_bytes * blocks <= kFc2RowsBytes ? blocks : kFc2RowsBytes / block_bytes;
+  const int64_t fitting = block_bytes * blocks <= part_bytes ? blocks : part_bytes / block_bytes;
   const int64_t parts = (blocks + fitting - 1) / fitting;
   return static_cast<int32_t>((blocks + parts - 1) / parts);
 }

@@ -30,13 +30,16 @@ TEST(Plan, EveryRegionHoldsWhatItsKernelsWrite) {
     ASSERT_LE(Workspace(kKimiK3, chunk).total_bytes, workspace_bytes(kKimiK3, tokens)) << tokens;
     const Workspace layout(kKimiK3, chunk);
     const int64_t pairs = int64_t{chunk} * kKimiK3.top_k;
-    const int64_t part = fc2_blocks_per_part(kKimiK3, chunk);
-    ASSERT_LE(pairs * part * kFc2BlockRows * 2, layout.fc2_rows.bytes) << tokens;
     // With the prefill kernels, the input as half lies there first.
     ASSERT_LE(int64_t{chunk} * kKimiK3.hidden * 2, layout.fc2_rows.bytes) << tokens;
     // The most tiles: every expert has one pair more than a whole number of tiles.
     for (const Gpu& gpu : {kH200, kB200}) {
-      const int64_t tile = make_plan(chunk, gpu, false).tile_pairs;
+      const Plan plan = make_plan(chunk, gpu, false);
+      ASSERT_LE(pairs * plan.fc2_blocks * kFc2BlockRows * 2, layout.fc2_rows.bytes) << tokens;
+      if (is_pooled(tokens)) {
+        ASSERT_EQ(plan.fc2_blocks, kKimiK3.hidden / kFc2BlockRows) << tokens;
+      }
+      const int64_t tile = plan.tile_pairs;
       const int64_t experts = std::min<int64_t>(kKimiK3.num_experts, pairs);
       const int64_t most = experts + (pairs - experts) / tile;
       ASSERT_LE(most * 16, layout.tiles.bytes) << tokens;
@@ -67,6 +70,27 @@ TEST(Plan, Sm100HasOneTileOfAnExpertUpTo64TokensAndTilesThatOnlyGrow) {
     }
   }
   EXPECT_EQ(before, kSm100TilePairs.back());
+}
+
+TEST(Plan, PoolComesFromTheSmsAt8And16TokensAndIsFixedAbove) {
+  for (int32_t tokens = 1; tokens <= kMaxTokens; ++tokens) {
+    for (const Architecture architecture : {Architecture::kSm90, Architecture::kSm100}) {
+      int32_t before = kFc2BlockRows;
+      for (const int32_t num_sms : {78, 114, 132, 148, 160}) {
+        const WorkPool pool = make_plan(tokens, {architecture, num_sms}, false).fc2_pool;
+        ASSERT_EQ(pool.part > 0, is_pooled(tokens)) << tokens;
+        ASSERT_EQ(pool.claim_blocks > 0, is_pooled(tokens)) << tokens;
+        ASSERT_LE(pool.claim_blocks, before) << tokens;  // more SMs, smaller claims
+        if (pool.part > 0 && tokens > 16) {
+          ASSERT_EQ(pool.claim_blocks, 2) << tokens;
+        }
+        before = pool.claim_blocks;
+      }
+    }
+  }
+  EXPECT_EQ(make_plan(8, kH200, false).fc2_pool.claim_blocks, 1);
+  EXPECT_EQ(make_plan(16, kH200, false).fc2_pool.claim_blocks, 2);
+  EXPECT_EQ(make_plan(16, {Architecture::kSm100, 160}, false).fc2_pool.claim_blocks, 1);
 }
 
 TEST(Plan, TextNamesTheKernelsOfTheGpu) {

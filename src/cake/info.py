@@ -58,6 +58,7 @@ def _devices() -> list[dict[str, Any]]:
                 "device": f"cuda:{index}",
                 "name": torch.cuda.get_device_name(index),
                 "compute_capability": f"{major}.{minor}",
+                "sms": torch.cuda.get_device_properties(index).multi_processor_count,
                 "supported": supported,
                 "reason": reason,
             }
@@ -92,18 +93,23 @@ def workspace_table(num_tokens: int) -> list[dict[str, Any]]:
     return table
 
 
-def gpu_plan(num_tokens: int, major: int) -> dict[str, Any] | None:
-    """Return how a GPU runs a call: kernels, pairs per tile, parts of FC2; None for no tokens."""
+def gpu_plan(num_tokens: int, major: int, num_sms: int) -> dict[str, Any] | None:
+    """Return how a GPU runs a call: kernels, pairs per tile, FC2's parts and pool.
+
+    None for no tokens.
+    """
     if num_tokens == 0:
         return None
-    plan: dict[str, Any] = json.loads(torch.ops.cake.plan(num_tokens, major=major))
+    plan: dict[str, Any] = json.loads(torch.ops.cake.plan(num_tokens, major=major, num_sms=num_sms))
     return plan
 
 
-def _plan_major(devices: list[dict[str, Any]]) -> int:
-    """Return the major compute capability of the first GPU that runs the operation, else 9."""
-    capabilities = [d["compute_capability"] for d in devices[1:] if d["supported"]]
-    return int(capabilities[0].split(".")[0]) if capabilities else 9
+def _plan_gpu(devices: list[dict[str, Any]]) -> tuple[int, int]:
+    """Return major compute capability and SMs of the first supported GPU, else of an H200."""
+    for device in devices[1:]:
+        if device["supported"]:
+            return int(device["compute_capability"].split(".")[0]), device["sms"]
+    return 9, 132
 
 
 def _print_info(facts: dict[str, Any]) -> None:
@@ -124,21 +130,26 @@ def _print_info(facts: dict[str, Any]) -> None:
         print(f"{name:<14} {value}")
 
 
-def _print_workspace(num_tokens: int, regions: list[dict[str, Any]], major: int) -> None:
+def _print_workspace(num_tokens: int, regions: list[dict[str, Any]], gpu: tuple[int, int]) -> None:
     print(f"\nWorkspace for {num_tokens} tokens\n{'region':<18}{'offset':>14}{'bytes':>14}")
     for region in regions:
         print(f"{region['region']:<18}{region['offset']:>14,}{region['bytes']:>14,}")
     print(f"{'total':<18}{'':>14}{torch.ops.cake.workspace_size(num_tokens):>14,}")
-    plan = gpu_plan(num_tokens, major)
+    plan = gpu_plan(num_tokens, *gpu)
     if plan is not None:
         print(
-            f"\nPlan on compute capability {major}: {plan['kernels']} kernels, "
+            f"\nPlan on compute capability {gpu[0]}, {gpu[1]} SMs: {plan['kernels']} kernels, "
             f"up to {plan['tile_pairs']} pairs a tile"
         )
         if plan["tokens_per_chunk"] < num_tokens:
             print(f"in chunks of up to {plan['tokens_per_chunk']} tokens")
         columns = plan["fc2_columns_per_part"]
         print(f"FC2 and finalize in {plan['fc2_parts']} part(s) of {columns} columns")
+        if plan["fc2_pool_part"] > 0:
+            print(
+                f"FC2 is pooled: one block in {plan['fc2_pool_part']} is claimed from the work "
+                f"counter, {plan['fc2_pool_rows']} rows at a time"
+            )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -148,10 +159,10 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         if regions is not None:
             facts["workspace"] = {"tokens": arguments.tokens, "regions": regions}
-            facts["plan"] = gpu_plan(arguments.tokens, _plan_major(facts["devices"]))
+            facts["plan"] = gpu_plan(arguments.tokens, *_plan_gpu(facts["devices"]))
         print(json.dumps(facts, indent=2))
         return 0
     _print_info(facts)
     if regions is not None:
-        _print_workspace(arguments.tokens, regions, _plan_major(facts["devices"]))
+        _print_workspace(arguments.tokens, regions, _plan_gpu(facts["devices"]))
     return 0

@@ -96,10 +96,12 @@ int64_t workspace_bytes(const Shape& shape, int32_t max_num_tokens);
 // What lies where in it: a JSON list of {"region", "offset", "bytes"}, in order of offset.
 std::string workspace_table(const Shape& shape, int32_t num_tokens);
 
-// How a GPU of compute capability `major`.x runs a call with `num_tokens` tokens (at least 1) of
-// kKimiK3: a JSON object of kernels, pairs per tile, tokens per chunk and parts of the output
-// columns.
-std::string plan_text(int32_t num_tokens, bool batch_invariant = false, int32_t major = 9);
+// How a GPU of compute capability `major`.x with `num_sms` multiprocessors runs a call with
+// `num_tokens` tokens (at least 1) of kKimiK3: a JSON object of kernels, pairs per tile, tokens per
+// chunk, parts of the output columns, and the pool of FC2's work: one block in `fc2_pool_part` is
+// claimed, `fc2_pool_rows` rows at a time (both 0: there is no pool).
+std::string plan_text(int32_t num_tokens, bool batch_invariant = false, int32_t major = 9,
+                      int32_t num_sms = 132);
 
 // Makes `workspace` ready for calls with exactly `num_tokens` tokens: writes the default SiTU
 // constants on `stream`, loads the kernels and remembers address and size. Idempotent. Allocates

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "common/work_pool.h"
 #include "ptx/mbarrier.cuh"
 #include "ptx/special_register.cuh"
 
@@ -30,18 +31,9 @@ struct Slot {
       : stage(static_cast<int32_t>(n % kStages)), parity(n / kStages & 1) {}
 };
 
-struct Range {
-  int32_t begin, end;
-};
-
-// This CTA's part of `items` work items, cut into one contiguous range of nearly equal size per
-// CTA.
+// This CTA's part of `items` work items: one contiguous range of nearly equal size per CTA.
 __device__ __forceinline__ Range cta_range(int32_t items) {
-  const auto begin_of = [items](uint32_t cta) {
-    return static_cast<int32_t>(static_cast<int64_t>(cta) * items /
-                                static_cast<int32_t>(gridDim.x));
-  };
-  return {begin_of(blockIdx.x), begin_of(blockIdx.x + 1)};
+  return even_range(items, static_cast<int32_t>(gridDim.x), static_cast<int32_t>(blockIdx.x));
 }
 
 // One arrival, made by lane 0, that depends on a value: it cannot be performed before `word`

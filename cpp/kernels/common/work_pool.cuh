@@ -1,49 +1,19 @@
-// Work over blocks of output columns: most of it dealt out in advance, the rest claimed.
+// A CTA's work over blocks of output columns: a range that it is dealt, then claims from the pool.
 //
-// Blocks are numbered through, num_blocks of each tile, tile by tile. Every CTA is dealt one
-// contiguous range of equal size. When the launch has a counter (the pooled token counts), only
-// three quarters are dealt; the rest is the pool, of which a CTA that has come to the end of its
-// range claims a few blocks at a time by an atomic addition. What a block gives does not depend on
-// who computes it. Routing sets the counter to 0 in every call, so one launch of a call may claim.
+// Blocks are numbered through, num_blocks of each tile, tile by tile. Where the launch has a pool
+// (the pooled token counts), a CTA at the end of its range claims by an atomic addition to a
+// counter. What a block gives does not depend on who computes it. Routing sets the counter to 0 in
+// every call, so one launch of a call may claim. In the end the counter is the number of claims
+// that the pool holds, and one more of each CTA, which found nothing.
 #pragma once
 
 #include <cstdint>
 
 #include "common/pipeline.cuh"
 #include "common/tile.cuh"
+#include "common/work_pool.h"
 
 namespace cake {
-
-struct WorkPool {
-  int32_t* counter;  // claims so far; null: everything is dealt
-  int32_t blocks;
-  int32_t claim_blocks;
-
-  __device__ __forceinline__ int32_t dealt() const {
-    return counter == nullptr ? blocks : blocks - blocks / 4;
-  }
-
-  // This CTA's; the first ones have one block more where the sizes differ.
-  __device__ __forceinline__ Range dealt_range() const {
-    const auto ctas = static_cast<int32_t>(gridDim.x);
-    const auto cta = static_cast<int32_t>(blockIdx.x);
-    const int32_t size = dealt() / ctas;
-    const int32_t longer = dealt() - size * ctas;
-    const int32_t begin = cta * size + min(cta, longer);
-    return {begin, begin + size + (cta < longer ? 1 : 0)};
-  }
-
-  // The number of a claim. The answer comes from L2: ask early, use it late.
-  __device__ __forceinline__ int32_t claim() const {
-    return counter == nullptr ? 0 : atomicAdd(counter, 1);
-  }
-
-  // Empty: nothing is left.
-  __device__ __forceinline__ Range claimed_range(int32_t claim) const {
-    const int32_t begin = dealt() + claim * claim_blocks;
-    return {begin, min(begin + claim_blocks, blocks)};
-  }
-};
 
 // Consecutive blocks of one tile.
 struct TileBlocks {
@@ -54,21 +24,26 @@ struct TileBlocks {
 // One CTA's work in order; one thread walks it.
 class WorkCursor {
  public:
-  __device__ __forceinline__ WorkCursor(const Tile* tiles, int32_t num_blocks, const WorkPool& pool)
-      : pool_(pool),
-        tiles_(tiles),
+  // `claims`: the counter; not used without a pool.
+  __device__ __forceinline__ WorkCursor(const Tile* tiles, int32_t num_tiles, int32_t num_blocks,
+                                        const WorkPool& pool, int32_t* claims)
+      : tiles_(tiles),
         num_blocks_(num_blocks),
-        range_(pool.dealt_range()),
-        claim_(pool.claim()) {}
+        all_blocks_(num_tiles * num_blocks),
+        pool_(pool),
+        claims_(claims),
+        range_(cta_range(pool.dealt(all_blocks_))),
+        claim_(claim()) {}
 
-  // Waits neither for the tile that it looks up nor for the claim that it makes.
+  // Waits neither for the tile that it looks up nor for the claim that it makes. After the end it
+  // may be called again.
   __device__ __forceinline__ TileBlocks next() {
     if (range_.begin >= range_.end) {
-      range_ = pool_.claimed_range(claim_);
+      range_ = pool_.claimed(all_blocks_, claim_);
       if (range_.begin >= range_.end) {
         return {};
       }
-      claim_ = pool_.claim();
+      claim_ = claim();
     }
     const int32_t tile = range_.begin / num_blocks_;
     const int32_t begin = range_.begin - tile * num_blocks_;
@@ -78,9 +53,16 @@ class WorkCursor {
   }
 
  private:
-  const WorkPool pool_;
+  // The number of a claim. The answer comes from L2: ask early, use it late.
+  __device__ __forceinline__ int32_t claim() const {
+    return pool_.part == 0 ? 0 : atomicAdd(claims_, 1);
+  }
+
   const Tile* const tiles_;
-  const int32_t num_blocks_;
+  const int32_t num_blocks_;  // of a tile
+  const int32_t all_blocks_;
+  const WorkPool pool_;
+  int32_t* const claims_;
   Range range_;    // what is left of it
   int32_t claim_;  // of the range after it
 };

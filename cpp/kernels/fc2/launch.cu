@@ -1,5 +1,3 @@
-#include <algorithm>
-
 #include "fc2/decode_sm90.cuh"
 #include "fc2/kernel_sm100.cuh"
 #include "fc2/launch.h"
@@ -12,18 +10,10 @@ namespace cake {
 namespace {
 
 // The counter is set to 0 once in a call.
-static_assert(fc2_blocks_per_part(kKimiK3, 1024) == kKimiK3.hidden / kFc2BlockRows,
+static_assert(fc2_blocks_per_part(kKimiK3, 1024, kFc2RowsBytes) == kKimiK3.hidden / kFc2BlockRows,
               "a pooled call must have one launch of FC2");
 
-// Blocks that a CTA claims at a time: about a 24th of all that it does where it does little, so
-// that the CTAs end together; at least two (256 rows) otherwise, to hide the claims.
-int32_t claim_blocks(const fc2::Params& params, int32_t num_ctas) {
-  const int64_t most_blocks = int64_t{params.num_pairs} * params.num_blocks;
-  return static_cast<int32_t>(std::clamp<int64_t>(most_blocks / num_ctas / 24, 1, 2));
-}
-
-Status launch_sm100(fc2::Params params, const Plan& plan, LaunchConfig where) {
-  params.claim_blocks = claim_blocks(params, plan.num_ctas);
+Status launch_sm100(const fc2::Params& params, const Plan& plan, LaunchConfig where) {
   return with_sm100_tile_pairs(plan.tile_pairs, [&]<int kN>() -> Status {
     using Config = fc2::Sm100<kN>;
     CUtensorMap w2_map;
@@ -44,6 +34,10 @@ Status launch_sm100(fc2::Params params, const Plan& plan, LaunchConfig where) {
 
 static_assert(fc2::Decode::kTilePairs == kDecodeTilePairs);
 static_assert(grouped_mma::kTilePairs == kPrefillTilePairs);
+static_assert(kKimiK3.num_experts +
+                      (1024 * kKimiK3.top_k - kKimiK3.num_experts) / kPrefillTilePairs <=
+                  fc2::Prefill::kMostTilesCut,
+              "a pooled call must claim whatever its routing");
 
 Status load_fc2() {
   CAKE_RETURN_IF_ERROR(

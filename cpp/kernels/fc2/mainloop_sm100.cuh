@@ -41,10 +41,7 @@ __device__ __forceinline__ void load_weights(const Params& params, const CUtenso
   // With more tiles than experts, weights are read again soon.
   const uint64_t policy = num_tiles > Config::kExperts ? ptx::createpolicy_evict_normal()
                                                        : ptx::createpolicy_evict_first();
-  WorkCursor cursor(params.tiles, params.num_blocks,
-                    {.counter = params.work_counter,
-                     .blocks = num_tiles * params.num_blocks,
-                     .claim_blocks = params.claim_blocks});
+  WorkCursor cursor(params.tiles, num_tiles, params.num_blocks, params.pool, params.work_counter);
   TileBlocks work = cursor.next();
   RingPosition<Config::kStages> ring;
 #pragma unroll 1

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "common/tile.h"
+#include "common/work_pool.h"
 
 namespace cake::fc2 {
 
@@ -21,8 +22,8 @@ struct Params {
   int32_t first_block;  // blocks of 128 output columns: first_block .. + num_blocks - 1
   int32_t num_blocks;
   int32_t num_pairs;      // P
-  int32_t* work_counter;  // [1] or null, 0 before the launch; for common/work_pool.cuh
-  int32_t claim_blocks;   // of one claim from the pool; launch_fc2 sets it
+  WorkPool pool;          // of blocks, for common/work_pool.cuh
+  int32_t* work_counter;  // [1], 0 before the launch; null without a pool
 };
 
 }  // namespace cake::fc2

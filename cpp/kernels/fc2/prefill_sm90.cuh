@@ -1,172 +1,189 @@
 // FC2 for many pairs per expert, sm_90a, on common/grouped_mma_sm90.cuh. One BF16 row per pair.
 //
-// Item = (tile, a few blocks of 128 output columns); CTA c takes items c, c + grid, ... One CTA per
-// SM, 20 warps:
+// An item is a run of blocks of 128 output columns of one tile. A CTA has a range of equal size of
+// all blocks, then what it claims (common/work_pool.cuh), or tiles in turn (PrefillCursor). One CTA
+// per SM, 20 warps:
 //
 //   16 MMA warps     two pairs of warpgroups take the item's blocks in turn, each warpgroup half of
 //                    the rows: multiply, store the outputs
 //   3 unpack warps   once per item: the pairs' intermediate, all 384 columns in three units, stored
 //                    as half; it stays while the item's blocks pass. The packed intermediate of
 //                    the next item is fetched meanwhile, and one of its units unpacked
-//   1 load warp      codes and scales of a block per stage: two contiguous bulk copies
+//   load thread      takes the items; codes and scales of a block per stage: two contiguous bulk
+//                    copies
 //
-//   full / empty[s]           load warp <-> one pair of warpgroups   (1 arrival + bytes / 8)
+//   full / empty[s]           load thread <-> one pair of warpgroups (1 arrival + bytes / 8)
 //   pairs_full / _empty[u]    unpack warps <-> MMA warps              (3 / 16 arrivals)
+//   work_full / _empty[w]     load thread <-> unpack warps: an item   (1 / 3 arrivals)
 //
 // The number of stages is even: a stage always belongs to one pair of warpgroups, which therefore
-// sees every phase of its barriers. Weights and tile list do not depend on FC1 (which released this
-// grid only after routing had finished), so the weights start before the wait.
+// sees every phase of its barriers. All others see every phase of what they wait for: each unpack
+// warp takes every item, each MMA warp waits for and gives back every unit, also of an item that
+// has no block for it.
+//
+// The unpack warps take item i + 1 while they describe item i, so it is published before the blocks
+// of item i are copied. While the load thread waits for a stage in item i, the items up to i + 1
+// are published and all blocks before are copied or on their way, which is all that the others need
+// to get to that stage. While it waits for the place of item i + 1 (item i - 3 has it), they have
+// what they need to describe item i - 1, long after they have taken item i - 3.
+//
+// Weights, tile list and counter do not depend on FC1 (which released this grid only after routing
+// had finished), so the weights start before the wait.
 #pragma once
+
+#include <cuda_bf16.h>
 
 #include <cstdint>
 
 #include "common/grouped_mma_sm90.cuh"
-#include "common/items.cuh"
 #include "common/pipeline.cuh"
 #include "common/swizzled_storage.cuh"
 #include "fc2/params.h"
-#include "fc2/prefill_mma_sm90.cuh"
-#include "fc2/prefill_storage_sm90.cuh"
-#include "ptx/barrier.cuh"
-#include "ptx/bulk_copy.cuh"
-#include "ptx/cp_async.cuh"
+#include "fc2/prefill_config_sm90.cuh"
+#include "fc2/prefill_producers_sm90.cuh"
+#include "ptx/arithmetic.cuh"
+#include "ptx/mbarrier.cuh"
 #include "ptx/pdl.cuh"
 #include "ptx/setmaxnreg.cuh"
+#include "ptx/special_register.cuh"
+#include "ptx/store.cuh"
 
 namespace cake::fc2 {
 
-// The blocks of an item: [begin, end) of the launch's.
-struct BlockRange {
-  int32_t begin, end;
-
-  __device__ __forceinline__ BlockRange(int32_t num_blocks, int32_t parts, int32_t part)
-      : begin(part * num_blocks / parts), end((part + 1) * num_blocks / parts) {}
+// What an MMA warp keeps through the kernel: little, since its registers are all in use.
+struct MmaWarp {
+  int32_t use;  // of a stage, that comes next; every second one is of these warpgroups
+  __device__ __forceinline__ Slot<Prefill::kStages> stage() const {
+    return Slot<Prefill::kStages>(static_cast<uint32_t>(use));
+  }
+  // Read anew whenever they are needed.
+  __device__ __forceinline__ int32_t warp() const {
+    return static_cast<int32_t>(ptx::tid_x() / 32);
+  }
+  __device__ __forceinline__ int32_t lane() const {
+    return static_cast<int32_t>(ptx::tid_x() % 32);
+  }
+  // Its 32 rows of a block, which it shares with a neighbour.
+  __device__ __forceinline__ int32_t rows_of_two() const {
+    return static_cast<int32_t>(ptx::tid_x() / 64 % 4);
+  }
 };
 
-__device__ __forceinline__ void load_warp(const Params& params, PrefillStorage& shared,
-                                          const DealtItems& items) {
-  const uint64_t policy = ptx::createpolicy_evict_first();
-  RingPosition<Prefill::kStages> ring;
-  for (TileCursor cursor(items); cursor.tile().count > 0; cursor.advance()) {
-    const BlockRange blocks(params.num_blocks, items.per_tile, cursor.part());
-    const int64_t first =
-        int64_t{cursor.tile().expert} * Prefill::kExpertBlocks + params.first_block;
-    for (int32_t block = blocks.begin; block < blocks.end; ++block) {
-      PrefillStorage::Stage& stage = shared.stages[ring.stage];
-      const uint32_t full = ptx::shared_address(&shared.full[ring.stage]);
-      ptx::mbarrier_wait(ptx::shared_address(&shared.empty[ring.stage]), ring.parity ^ 1);
-      ptx::mbarrier_arrive_expect_tx(full, Prefill::kWeightBytes + Prefill::kScaleBytes);
-      ptx::cp_async_bulk(ptx::shared_address(stage.codes),
-                         params.w2 + (first + block) * Prefill::kWeightBytes, Prefill::kWeightBytes,
-                         full, policy);
-      ptx::cp_async_bulk(ptx::shared_address(stage.scales),
-                         params.w2_sf + (first + block) * Prefill::kScaleBytes,
-                         Prefill::kScaleBytes, full, policy);
-      ring.advance();
-    }
-  }
-}
-
-// Dequantizes words v, v + 4, v + 8, v + 12 of unit k of a pair into four chunks of row n.
-__device__ __forceinline__ void unpack_words(const PackedPair& packed, int32_t k, int32_t v,
-                                             grouped_mma::PairUnit& unit, int32_t n) {
-  const auto* codes = reinterpret_cast<const uint32_t*>(packed.codes + k * 64) + v;
-  const uint2 eight = reinterpret_cast<const uint2*>(packed.scales)[k];
-  // The scales of v's half of columns 32t .. 32t + 31, t = 0 .. 3: every other byte.
-  const uint32_t scales = __byte_perm(eight.x, eight.y, v < 2 ? 0x6420u : 0x7531u);
-  const ScalePair pairs[2] = {scale_pair(scales), scale_pair(scales >> 16)};
-  uint32_t halves[4][4];
-#pragma unroll
-  for (int t = 0; t < 4; ++t) {
-    dequantize8(codes[4 * t], t % 2 == 0 ? pairs[t / 2].first : pairs[t / 2].second, halves[t]);
-  }
-  uint8_t* const row = unit.blocks[v / 2] + n * 128;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    *reinterpret_cast<uint4*>(row + ((v % 2 * 4 + i) ^ (n % 8)) * 16) =
-        make_uint4(halves[0][i], halves[1][i], halves[2][i], halves[3][i]);
-  }
-}
-
-// Four threads of a warp share a pair: thread `thread` fetches and unpacks a quarter of pairs
-// thread / 4 + 24 i. The item's description goes with its first unit.
-__device__ __forceinline__ void unpack_warps(const Params& params, PrefillStorage& shared,
-                                             const DealtItems& items, int32_t thread) {
+// Sums of 64 rows of a block.
+template <int N>
+__device__ __forceinline__ void multiply_block(PrefillStorage& shared, const MmaWarp& self,
+                                               const PrefillItem& item,
+                                               float (&sums)[grouped_mma::kTilePairs / 2]) {
   using namespace grouped_mma;
-  constexpr int kStep = Prefill::kUnpackWarps * 32 / 4;
-  constexpr int kPasses = (kTilePairs + kStep - 1) / kStep;
-  const int32_t v = thread % 4;
-  const int32_t first = thread / 4;
-  int32_t pairs[kPasses];  // of the item to be fetched, -1 beyond its last
-  const auto look_up = [&](const Tile& tile) {
+  const int32_t row = LaneRow(self.warp(), self.lane()).row();
+  const int32_t t = self.lane() % 4;
+  const Slot<Prefill::kStages> stage_slot = self.stage();
+  const PrefillStorage::Stage& stage = shared.stages[stage_slot.stage];
+  const uint8_t* codes = stage.codes[self.rows_of_two() * 32 + row] + t * 16;
+  const uint8_t* scales =
+      stage.scales + t / 2 * kScaleBlockBytes + row * 16 + self.rows_of_two() * 4 + t % 2 * 2;
+  RawUnit raw;
+  const auto load = [&](int k) {
 #pragma unroll
-    for (int i = 0; i < kPasses; ++i) {
-      const int32_t n = first + kStep * i;
-      pairs[i] = n < tile.count ? params.expert_pairs[tile.first + n] : -1;
+    for (int r = 0; r < 2; ++r) {
+      raw.codes[r] = *reinterpret_cast<const uint4*>(codes + r * 8 * Prefill::kRowBytes +
+                                                     k * (kUnitColumns / 2));
+      raw.scales[r] =
+          *reinterpret_cast<const uint16_t*>(scales + r * 128 + k * 2 * kScaleBlockBytes);
+    }
+    if (k + 1 == Prefill::kUnits) {
+      release_loaded(shared.empty[stage_slot.stage], self.lane(), raw.codes[0].x, raw.codes[1].x,
+                     raw.scales[0], raw.scales[1]);
     }
   };
-  const auto fetch = [&]() {
+  const bool first_of_item = self.use - 2 < item.first_use;
+  const bool last_of_item = self.use + 2 >= item.end_use;
+  // The compiler does not know that this is the same in all lanes; uniform registers have room.
+  const uint32_t unit_use = __shfl_sync(0xFFFFFFFFu, item.unit_use, 0);
 #pragma unroll
-    for (int i = 0; i < kPasses; ++i) {
-      if (pairs[i] >= 0) {
-        PackedPair& packed = shared.packed[first + kStep * i];
-        const uint8_t* const codes = params.input + pairs[i] * Prefill::kRowBytes + v * 16;
-#pragma unroll
-        for (int k = 0; k < Prefill::kUnits; ++k) {
-          ptx::cp_async_16(ptx::shared_address(packed.codes) + v * 16 + k * 64, codes + k * 64);
-        }
-        if (v < Prefill::kUnits) {
-          ptx::cp_async_8(ptx::shared_address(packed.scales) + v * 8,
-                          params.input_sf + pairs[i] * (Prefill::kIntermediate / 16) + v * 8);
-        }
-      }
+  for (int i = 0; i < N / 2; ++i) {
+    sums[i] = ptx::undefined_float();
+  }
+  ptx::mbarrier_wait(ptx::shared_address(&shared.full[stage_slot.stage]), stage_slot.parity);
+  load(0);
+  const auto multiply = [&]<int k>() {
+    const Slot<Prefill::kSlots> pairs(unit_use + k);
+    if (first_of_item) {
+      ptx::mbarrier_wait(ptx::shared_address(&shared.pairs_full[pairs.stage]), pairs.parity);
+    }
+    Fragments fragments;
+    multiply_unit<N, k == 0>(raw, ptx::shared_address(&shared.pairs[pairs.stage]), fragments, sums);
+    if (k + 1 < Prefill::kUnits) {
+      load(k + 1);
+    }
+    ptx::wgmma_wait_all<N>(sums);
+    if (last_of_item) {
+      release(shared.pairs_empty[pairs.stage], self.lane());
     }
   };
-  RingPosition<Prefill::kSlots> ring;
-  int32_t uses = 0;
-  TileCursor cursor(items);
-  look_up(cursor.tile());
-  fetch();
-  for (;; cursor.advance()) {
-    const Tile& tile = cursor.tile();
-    PrefillItem& item = shared.items[cursor.index() % 3];
-#pragma unroll 1
-    for (int32_t k = 0; k < Prefill::kUnits; ++k) {
-      ptx::mbarrier_wait(ptx::shared_address(&shared.pairs_empty[ring.stage]), ring.parity ^ 1);
-      if (k == 0) {
+  multiply.template operator()<0>();
+  multiply.template operator()<1>();
+  multiply.template operator()<2>();
+  static_assert(Prefill::kUnits == 3);
+}
+
+// Stores 64 output columns of the tile's pairs: each lane two consecutive ones, a warp 16.
+template <int N>
+__device__ __forceinline__ void store_outputs(const Params& params, const PrefillItem& item,
+                                              const MmaWarp& self,
+                                              const float (&sums)[grouped_mma::kTilePairs / 2]) {
+  const int32_t t = self.lane() % 4;
+  const uint32_t row_bytes = params.num_blocks * (Prefill::kBlockRows * 2);
+  const int32_t column = (item.block + self.use - item.first_use) * Prefill::kBlockRows +
+                         self.rows_of_two() * 32 +
+                         2 * grouped_mma::LaneRow(self.warp(), self.lane()).feature();
+  uint16_t* const outputs = params.rows + column;
+  const float alpha = item.alpha;
+  const auto* pair_ids = reinterpret_cast<const int2*>(item.pair_ids + 2 * t);
 #pragma unroll
-        for (int i = 0; i < kPasses; ++i) {
-          const int32_t n = first + kStep * i;
-          if (v == 0 && n < kTilePairs) {
-            item.pair_ids[n] = pairs[i];
-          }
-        }
-        if (thread == 0) {
-          const BlockRange blocks(params.num_blocks, items.per_tile, cursor.part());
-          item.count = tile.count;
-          item.unit_use = cursor.index() * Prefill::kUnits;
-          item.block = blocks.begin;
-          item.first_use = uses;
-          uses += blocks.end - blocks.begin;
-          item.end_use = uses;
-          item.alpha = tile.count > 0 ? params.fc2_alpha[tile.expert] * kDequantizedSquare : 0.0f;
-        }
-        look_up(cursor.next());
-        ptx::cp_async_wait_all();
-        __syncwarp();
-      }
-#pragma unroll 1
-      for (int32_t n = first; n < tile.count; n += kStep) {
-        unpack_words(shared.packed[n], k, v, shared.pairs[ring.stage], n);
-      }
-      ptx::fence_proxy_async();
-      release(shared.pairs_full[ring.stage], thread % 32);
-      ring.advance();
-      if (tile.count == 0) {  // the description says so
-        return;
+  for (int j = 0; j < N / 8; ++j) {
+    const int2 ids = pair_ids[4 * j];
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      const int32_t pair = c == 0 ? ids.x : ids.y;
+      const __nv_bfloat162 two =
+          __floats2bfloat162_rn(sums[4 * j + c] * alpha, sums[4 * j + 2 + c] * alpha);
+      ptx::st_global_if(pair >= 0,
+                        reinterpret_cast<uint8_t*>(outputs) +
+                            static_cast<uint64_t>(static_cast<uint32_t>(pair)) * row_bytes,
+                        *reinterpret_cast<const uint32_t*>(&two));
+    }
+  }
+}
+
+__device__ __forceinline__ void mma_warp(const Params& params, PrefillStorage& shared,
+                                         int32_t warp) {
+  using namespace grouped_mma;
+  MmaWarp self{warp / 8};
+  const PrefillItem* description = shared.items;
+  for (uint32_t unit_use = 0;;) {
+    const Slot<Prefill::kSlots> pairs(unit_use);
+    ptx::mbarrier_wait(ptx::shared_address(&shared.pairs_full[pairs.stage]), pairs.parity);
+    const PrefillItem& item = *description;
+    if (item.count == 0) {
+      break;
+    }
+    if (self.use >= item.end_use) {  // these warpgroups have no block of the item
+      for (uint32_t k = 0; k < Prefill::kUnits; ++k) {
+        const Slot<Prefill::kSlots> unit(unit_use + k);
+        ptx::mbarrier_wait(ptx::shared_address(&shared.pairs_full[unit.stage]), unit.parity);
+        release(shared.pairs_empty[unit.stage], self.lane());
       }
     }
-    fetch();
+    for (; self.use < item.end_use; self.use += 2) {
+      with_columns(item.count, [&]<int N>() {
+        float sums[kTilePairs / 2];
+        multiply_block<N>(shared, self, item, sums);
+        store_outputs<N>(params, item, self, sums);
+      });
+    }
+    unit_use = item.unit_use + Prefill::kUnits;
+    description = description == &shared.items[2] ? shared.items : description + 1;
   }
 }
 
@@ -185,6 +202,10 @@ __global__ void __launch_bounds__(grouped_mma::kThreads, 1)
       ptx::mbarrier_init(ptx::shared_address(&shared.full[s]), 1);
       ptx::mbarrier_init(ptx::shared_address(&shared.empty[s]), kMmaWarps / 2);
     }
+    for (int w = 0; w < Prefill::kWorks; ++w) {
+      ptx::mbarrier_init(ptx::shared_address(&shared.work_full[w]), 1);
+      ptx::mbarrier_init(ptx::shared_address(&shared.work_empty[w]), Prefill::kUnpackWarps);
+    }
     for (int u = 0; u < Prefill::kSlots; ++u) {
       ptx::mbarrier_init(ptx::shared_address(&shared.pairs_full[u]), Prefill::kUnpackWarps);
       ptx::mbarrier_init(ptx::shared_address(&shared.pairs_empty[u]), kMmaWarps);
@@ -193,8 +214,6 @@ __global__ void __launch_bounds__(grouped_mma::kThreads, 1)
   }
   __syncthreads();
   ptx::griddepcontrol_launch_dependents();
-  // An item is a group of blocks of a tile.
-  const int32_t parts = (params.num_blocks + Prefill::kItemBlocks - 1) / Prefill::kItemBlocks;
   if (warp < kMmaWarps) {
     ptx::setmaxnreg_inc<kMmaRegisters>();
     ptx::griddepcontrol_wait();
@@ -202,12 +221,11 @@ __global__ void __launch_bounds__(grouped_mma::kThreads, 1)
     return;
   }
   ptx::setmaxnreg_dec<kOtherRegisters>();
-  const DealtItems items{params.tiles, load_num_tiles(params.num_tiles), parts};
   if (warp < kMmaWarps + Prefill::kUnpackWarps) {
     ptx::griddepcontrol_wait();
-    unpack_warps(params, shared, items, static_cast<int32_t>(threadIdx.x) - kMmaWarps * 32);
+    unpack_warps(params, shared, static_cast<int32_t>(threadIdx.x) - kMmaWarps * 32);
   } else if (lane == 0) {
-    load_warp(params, shared, items);
+    load_thread(params, shared);
   }
 #endif
 }

@@ -67,13 +67,14 @@ __device__ __forceinline__ uint64_t wgmma_descriptor_swizzle128(uint32_t address
 #define CAKE_ARGS_10(d) CAKE_ARGS_9(d), CAKE_ARGS(d, 40)
 // `a`, `b`, `c`: the numbers of the operands after the sums.
 #define CAKE_WGMMA(columns, i, a, b, c)                                                      \
-  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " c                                         \
+  asm volatile("{\n.reg .pred p;\n.reg .b64 d;\nmov.b64 d, {" b "};\nsetp.ne.b32 p, " c      \
                ", 0;\n"                                                                      \
                "wgmma.mma_async.sync.aligned.m64n" columns "k16.f32.f16.f16 {" CAKE_SUMS_##i \
-               "}, {" a "}, " b ", p, 1, 1, 0;\n}"                                           \
+               "}, {" a "}, d, p, 1, 1, 0;\n}"                                               \
                : CAKE_ARGS_##i(d)                                                            \
                : "r"(fragment[0]), "r"(fragment[1]), "r"(fragment[2]), "r"(fragment[3]),     \
-                 "l"(descriptor), "n"(kAccumulate ? 1 : 0))
+                 "r"(static_cast<uint32_t>(descriptor)),                                     \
+                 "r"(static_cast<uint32_t>(descriptor >> 32)), "n"(kAccumulate ? 1 : 0))
 
 inline constexpr int kWgmmaMostColumns = 88;
 
@@ -86,27 +87,27 @@ __device__ __forceinline__ void wgmma_m64k16(float (&d)[kWgmmaMostColumns / 2],
                                              const uint32_t (&fragment)[4], uint64_t descriptor) {
   static_assert(N % 8 == 0 && N >= 8 && N <= kWgmmaMostColumns, "N: a multiple of 8 up to 88");
   if constexpr (N == 8) {
-    CAKE_WGMMA("8", 0, "%4,%5,%6,%7", "%8", "%9");
+    CAKE_WGMMA("8", 0, "%4,%5,%6,%7", "%8,%9", "%10");
   } else if constexpr (N == 16) {
-    CAKE_WGMMA("16", 1, "%8,%9,%10,%11", "%12", "%13");
+    CAKE_WGMMA("16", 1, "%8,%9,%10,%11", "%12,%13", "%14");
   } else if constexpr (N == 24) {
-    CAKE_WGMMA("24", 2, "%12,%13,%14,%15", "%16", "%17");
+    CAKE_WGMMA("24", 2, "%12,%13,%14,%15", "%16,%17", "%18");
   } else if constexpr (N == 32) {
-    CAKE_WGMMA("32", 3, "%16,%17,%18,%19", "%20", "%21");
+    CAKE_WGMMA("32", 3, "%16,%17,%18,%19", "%20,%21", "%22");
   } else if constexpr (N == 40) {
-    CAKE_WGMMA("40", 4, "%20,%21,%22,%23", "%24", "%25");
+    CAKE_WGMMA("40", 4, "%20,%21,%22,%23", "%24,%25", "%26");
   } else if constexpr (N == 48) {
-    CAKE_WGMMA("48", 5, "%24,%25,%26,%27", "%28", "%29");
+    CAKE_WGMMA("48", 5, "%24,%25,%26,%27", "%28,%29", "%30");
   } else if constexpr (N == 56) {
-    CAKE_WGMMA("56", 6, "%28,%29,%30,%31", "%32", "%33");
+    CAKE_WGMMA("56", 6, "%28,%29,%30,%31", "%32,%33", "%34");
   } else if constexpr (N == 64) {
-    CAKE_WGMMA("64", 7, "%32,%33,%34,%35", "%36", "%37");
+    CAKE_WGMMA("64", 7, "%32,%33,%34,%35", "%36,%37", "%38");
   } else if constexpr (N == 72) {
-    CAKE_WGMMA("72", 8, "%36,%37,%38,%39", "%40", "%41");
+    CAKE_WGMMA("72", 8, "%36,%37,%38,%39", "%40,%41", "%42");
   } else if constexpr (N == 80) {
-    CAKE_WGMMA("80", 9, "%40,%41,%42,%43", "%44", "%45");
+    CAKE_WGMMA("80", 9, "%40,%41,%42,%43", "%44,%45", "%46");
   } else if constexpr (N == 88) {
-    CAKE_WGMMA("88", 10, "%44,%45,%46,%47", "%48", "%49");
+    CAKE_WGMMA("88", 10, "%44,%45,%46,%47", "%48,%49", "%50");
   }
 }
 

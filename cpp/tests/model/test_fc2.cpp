@@ -24,7 +24,7 @@ struct Case {
   int32_t tile_pairs;
   std::vector<int32_t> counts;  // pairs of the tiles
   int32_t num_ctas = 2;
-  bool pooled = false;
+  WorkPool pool = {};
   int32_t first_block = 0;
   int32_t num_blocks = 3;
   int32_t nan_row = -1;  // of the intermediate: one of its scales is NaN
@@ -107,10 +107,12 @@ class Fc2Sm100 : public ModelTest {
                              .first_block = test.first_block,
                              .num_blocks = test.num_blocks,
                              .num_pairs = pairs,
-                             .work_counter = test.pooled ? counter.as<int32_t>() : nullptr,
-                             .claim_blocks = 0};
-    const Plan plan{
-        .kernels = Kernels::kSm100, .tile_pairs = test.tile_pairs, .num_ctas = test.num_ctas};
+                             .pool = test.pool,
+                             .work_counter = test.pool.part > 0 ? counter.as<int32_t>() : nullptr};
+    const Plan plan{.kernels = Kernels::kSm100,
+                    .tile_pairs = test.tile_pairs,
+                    .num_ctas = test.num_ctas,
+                    .fc2_pool = test.pool};
 
     const auto launch = [&]() -> Status {
       counter.fill(0);
@@ -156,8 +158,11 @@ class Fc2Sm100 : public ModelTest {
           ASSERT_LE(bf16_to_float(got[at]), bf16_to_float(float_to_bf16(greatest[at]))) << where();
         }
       }
-      if (test.pooled && !tiles.empty()) {
-        EXPECT_GE(counter.download<int32_t>()[0], test.num_ctas) << "every CTA must have claimed";
+      if (test.pool.part > 0) {
+        const int32_t blocks = static_cast<int32_t>(tiles.size()) * test.num_blocks;
+        const int32_t claims =
+            (blocks / test.pool.part + test.pool.claim_blocks - 1) / test.pool.claim_blocks;
+        EXPECT_EQ(counter.download<int32_t>()[0], claims + test.num_ctas);
       }
     };
     ASSERT_TRUE(load_fc2().ok());
@@ -189,14 +194,17 @@ TEST_F(Fc2Sm100, ManyItems) {
 }
 
 TEST_F(Fc2Sm100, Pooled) {
-  check(
-      {.tile_pairs = 8, .counts = {1, 8, 2, 7, 5}, .num_ctas = 3, .pooled = true, .num_blocks = 7});
+  check({.tile_pairs = 8,
+         .counts = {1, 8, 2, 7, 5},
+         .num_ctas = 3,
+         .pool = {.part = 4, .claim_blocks = 1},
+         .num_blocks = 7});
 }
 TEST_F(Fc2Sm100, PooledLargeTiles) {
   check({.tile_pairs = 64,
          .counts = {64, 3, 33, 17},
          .num_ctas = 2,
-         .pooled = true,
+         .pool = {.part = 4, .claim_blocks = 2},
          .num_blocks = 5});
 }
 
@@ -204,14 +212,20 @@ TEST_F(Fc2Sm100, FewerBlocksThanCtas) {
   check({.tile_pairs = 8, .counts = {2}, .num_ctas = 5, .num_blocks = 2});
 }
 TEST_F(Fc2Sm100, PooledFewerBlocksThanCtas) {
-  check({.tile_pairs = 8, .counts = {2}, .num_ctas = 5, .pooled = true, .num_blocks = 3});
+  check({.tile_pairs = 8,
+         .counts = {2},
+         .num_ctas = 5,
+         .pool = {.part = 4, .claim_blocks = 2},
+         .num_blocks = 4});
 }
 
 // The first row after a tile's is in its boxes, and in a column of its own.
 TEST_F(Fc2Sm100, NaNStaysInItsPair) { check({.tile_pairs = 16, .counts = {3, 9}, .nan_row = 3}); }
 
 TEST_F(Fc2Sm100, NoTiles) { check({.tile_pairs = 8, .counts = {}}); }
-TEST_F(Fc2Sm100, PooledNoTiles) { check({.tile_pairs = 128, .counts = {}, .pooled = true}); }
+TEST_F(Fc2Sm100, PooledNoTiles) {
+  check({.tile_pairs = 128, .counts = {}, .pool = {.part = 4, .claim_blocks = 1}});
+}
 
 }  // namespace
 }  // namespace cake::model

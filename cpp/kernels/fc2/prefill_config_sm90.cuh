@@ -1,9 +1,10 @@
-// Shapes and shared memory of FC2 for many pairs per expert, sm_90a (fc2/prefill_sm90.cuh).
+// Sizes and shared memory of cake_fc2_prefill_sm90.
 #pragma once
 
 #include <cstdint>
 
 #include "common/grouped_mma_sm90.cuh"
+#include "common/work_pool.cuh"
 
 namespace cake::fc2 {
 
@@ -16,8 +17,10 @@ struct Prefill {
   static constexpr int kUnits = kIntermediate / grouped_mma::kUnitColumns;
   static constexpr int kStages = 4;
   static constexpr int kSlots = 4;  // for units of pairs; unit k of item i is in (3 i + k) % 4
-  static constexpr int kItemBlocks = 14;  // at most so many blocks of an item
+  static constexpr int kWorks = 4;  // at most so many items are ahead of their description
   static constexpr int kUnpackWarps = 3;
+  // More tiles are not cut into ranges: most experts have two or more.
+  static constexpr int kMostTilesCut = 1344;
   static constexpr int kWeightBytes = kBlockRows * kRowBytes;
   static constexpr int kScaleBytes = kBlockRows * kIntermediate / 16;
 };
@@ -50,10 +53,13 @@ struct PrefillStorage {
   } stages[Prefill::kStages];
   PackedPair packed[grouped_mma::kTilePairs];  // of the item that is being or will be unpacked
   PrefillItem items[3];  // the item before last may still be stored when an item is described
+  TileBlocks work[Prefill::kWorks];  // the items in order, before they are described
   uint64_t full[Prefill::kStages];
   uint64_t empty[Prefill::kStages];
   uint64_t pairs_full[Prefill::kSlots];
   uint64_t pairs_empty[Prefill::kSlots];
+  uint64_t work_full[Prefill::kWorks];
+  uint64_t work_empty[Prefill::kWorks];
 };
 static_assert(sizeof(PrefillStorage) <= 232448, "shared memory exceeds 227 KB");
 
