@@ -138,5 +138,5 @@ def test_a_failed_call_does_not_spoil_the_next(monkeypatch: pytest.MonkeyPatch) 
     with monkeypatch.context() as patch:
         patch.setattr(sys.modules["humming.forward"], "may_process_input", None)
         with pytest.raises(TypeError):
-            peer.call(batch)
+            peer.call(make_batch(7, "one_expert"))
     assert output_error(peer.call(batch), batch, weights) < peer.tolerance
