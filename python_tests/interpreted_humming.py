@@ -135,6 +135,7 @@ def test_only_what_is_asked_for_is_compiled() -> None:
 def test_a_failed_call_does_not_spoil_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     weights, _ = fill_random_prepared(1, E, H, I)
     peer, batch = humming.create(weights, K, [7]), make_batch(7, "random")
+    batch.topk_ids[0] = torch.arange(K)  # nothing of the failed call is right for the next
     with monkeypatch.context() as patch:
         patch.setattr(sys.modules["humming.forward"], "may_process_input", None)
         with pytest.raises(TypeError):
