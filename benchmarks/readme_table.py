@@ -16,22 +16,34 @@ def newest(root: Path) -> Path | None:
     return max(results, key=lambda p: p.name, default=None)
 
 
+def peer_columns(outcome: dict[str, Any]) -> str:
+    """Return time and ratio of a peer, if it has them."""
+    if "ratio" not in outcome:
+        return " none | |"
+    return f" {outcome['us']:.1f} | {outcome['ratio']:.2f} |"
+
+
 def table(path: Path, root: Path) -> str:
     """Return the README's text between the markers."""
     report: dict[str, Any] = json.loads(path.read_text())
     ceilings = report["ceilings"]
     rows = [r for r in report["results"] if r["routing"] == "random"]
+    peers = sorted({name for r in rows for name, p in r.get("peers", {}).items() if "ratio" in p})
+    facts = [report["peers"][name] for name in peers]
     lines = [
         f"One {report['device']}, complete call, random routing; commit",
         f"{report['cake']['commit']}, torch {report['torch']},",
         f"driver {report['driver']}, {report['date']}. Floor: the larger of the chosen experts'",
         f"bytes at {ceilings['read_bytes_per_s'] / 1e12:.2f} TB/s and the operations at "
         f"{ceilings['matrix_flop_per_s'] / 1e12:.0f} TFLOP/s, both measured in the same run.",
+        *(f"{f['version']}, timed in the same process, is {f['numerics']}." for f in facts),
         "",
-        "| tokens | us | floor, us | fraction of the floor |",
-        "| --: | --: | --: | --: |",
+        "| tokens | us | floor, us | fraction of the floor |"
+        + "".join(f" {f['version']}, us | its time over cake's |" for f in facts),
+        "| --: | --: | --: | --: |" + " --: | --: |" * len(peers),
         *(
             f"| {r['tokens']} | {r['us']:.1f} | {r['floor_us']:.1f} | {r['fraction']:.2f} |"
+            + "".join(peer_columns(r.get("peers", {}).get(name, {})) for name in peers)
             for r in rows
         ),
         "",

@@ -15,7 +15,7 @@ from layer_calls import NEEDS_GPU
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from cake import bench, plot, roofline
+from cake import bench, plot, roofline, timing
 from cake.check import Call, make_batch
 from cake.cli import main
 
@@ -32,8 +32,13 @@ def test_floor_is_the_larger_of_memory_and_matrix_time() -> None:
     ("l2_bytes", "tokens", "batches"),
     [(60 << 20, 1, 8), (126 << 20, 1, 15), (126 << 20, 64, 4), (126 << 20, 16384, 2)],
 )
-def test_batches_do_not_stay_in_l2(l2_bytes: int, tokens: int, batches: int) -> None:
-    assert bench._num_batches(tokens, l2_bytes) == batches
+def test_batches_do_not_stay_in_l2(
+    l2_bytes: int, tokens: int, batches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    properties = SimpleNamespace(L2_cache_size=l2_bytes)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    rotation = timing.Rotation.of(tokens, torch.device("cuda"))
+    assert rotation.batches == batches
     assert batches * roofline.expected_experts(tokens) * roofline.EXPERT_BYTES >= 4 * l2_bytes
 
 
@@ -79,14 +84,13 @@ def products(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def product(name: str) -> Callable[[torch.device], Callable[[], object]]:
         return lambda _: lambda: names.append(name)
 
-    def graph(run: Callable[[], object]) -> SimpleNamespace:
+    def replay_us(run: Callable[[], object]) -> float:
         run()
-        return SimpleNamespace(replay=None)
+        return 1000.0
 
     monkeypatch.setattr(bench, "_bf16_product", product("bf16"))
     monkeypatch.setattr(bench, "_nvfp4_product", product("nvfp4"))
-    monkeypatch.setattr(bench, "_graph", graph)
-    monkeypatch.setattr(bench, "_elapsed_us", lambda _: [1000.0])
+    monkeypatch.setattr(timing, "replay_us", replay_us)
     return names
 
 
@@ -233,6 +237,19 @@ def test_readme_table_is_written_and_compared(tmp_path: Path) -> None:
     readme.write_text(f"# a\n{begin}{end}b\n")
     assert readme_table(tmp_path, "--check").returncode == 1
     assert readme_table(tmp_path).returncode == 0
-    assert "| 8 | 28.0 | 18.0 | 0.64 |" in readme.read_text()
+    assert "| 8 | 28.0 | 18.0 | 0.64 |\n" in readme.read_text()
     assert readme.read_text().endswith(f"{end}b\n")
     assert readme_table(tmp_path, "--check").returncode == 0
+    report["peers"] = {"humming": {"version": "humming-kernels 1", "numerics": "W4A16: weights"}}
+    for result, outcome in zip(
+        report["results"], ({"us": 42.0, "ratio": 2.0}, {"failure": "x"}), strict=False
+    ):
+        result["peers"] = {"humming": outcome}
+    (results / "2026-01-01-all.json").write_text(json.dumps(report))
+    assert readme_table(tmp_path).returncode == 0
+    text = readme.read_text()
+    assert "humming-kernels 1, timed in the same process, is W4A16: weights.\n" in text
+    assert "| fraction of the floor | humming-kernels 1, us | its time over cake's |\n" in text
+    assert "| 1 | 21.0 | 11.0 | 0.52 | 42.0 | 2.00 |\n" in text
+    assert "| 8 | 28.0 | 18.0 | 0.64 | none | |\n" in text
+    assert "| 64 | 84.0 | 74.0 | 0.88 | none | |\n" in text

@@ -5,28 +5,27 @@ in the format that the kernels multiply: BF16, on Blackwell NVFP4; cost of a nod
 then the complete call by graph replay. The batches of a graph rotate, so that weights come from
 memory and not from L2. The floor of a call is the larger of its distinct experts' bytes over the
 bandwidth and its floating point operations over the matrix rate. On Blackwell the time that
-cake.roofline predicts stands beside the measured one.
+cake.roofline predicts stands beside the measured one. Peers (`--peer`) are timed when all of cake's
+times are known and written: whatever becomes of a peer, they stay.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
-import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from cake import info, roofline, support
-from cake.check import Call, Layer, make_batch
+from cake import peers, roofline, support, timing
+from cake.bench_report import Ceilings, Report, Result, environment
+from cake.check import Call, Layer
+from cake.peers.measure import add_peer
 from cake.testing import synthetic
 
 if TYPE_CHECKING:
@@ -35,65 +34,9 @@ if TYPE_CHECKING:
 TOKENS = tuple(2**i for i in range(15))
 _STREAM_BYTES = 2 << 30
 _MATRIX_SIZE = 8192
-_SAMPLES = 15
 # Dense operations that the vendor states for NVFP4, over those for BF16: a bound for a torch that
 # does not multiply NVFP4.
 _NVFP4_PER_BF16 = {(10, 0): 4, (10, 3): 6}
-
-
-@dataclass(frozen=True)
-class Ceilings:
-    """What this GPU can do, measured."""
-
-    read_bytes_per_s: float
-    matrix_flop_per_s: float
-    graph_node_us: float
-    matrix: str = "BF16"  # what was multiplied for the matrix rate
-
-    def floor_us(self, experts: float, num_tokens: int) -> float:
-        """Return the floor of a call that touches so many distinct experts."""
-        return roofline.floor_us(experts, num_tokens, self.read_bytes_per_s, self.matrix_flop_per_s)
-
-
-@dataclass(frozen=True)
-class Result:
-    """Times of one token count and routing, microseconds per call."""
-
-    tokens: int
-    routing: str
-    experts: float  # distinct, mean over the batches
-    us: float  # median
-    us_low: float  # 10th percentile
-    us_high: float  # 90th percentile
-    floor_us: float
-    fraction: float  # floor / median
-    gb_per_s: float  # distinct experts' bytes over the time
-    tflop_per_s: float
-    predicted_us: float | None = None  # by cake.roofline, where it knows the GPU
-    stages_us: dict[str, float] = field(default_factory=dict)  # they overlap
-
-
-def _elapsed_us(run: Callable[[], object], samples: int = _SAMPLES) -> list[float]:
-    """Times of `run` between two events, microseconds."""
-    times = []
-    run()
-    for _ in range(samples):
-        begin = torch.cuda.Event(enable_timing=True)
-        end = torch.cuda.Event(enable_timing=True)
-        begin.record()
-        run()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3)
-    return times
-
-
-def _graph(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    run()  # what is loaded or allocated at first must not be in the capture
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return graph
 
 
 def _bf16_product(device: torch.device) -> Callable[[], object]:
@@ -122,8 +65,7 @@ def _matrix_ceiling(device: torch.device) -> tuple[float, str]:
     """Measure the matrix rate, flop per second; returns it and what was multiplied."""
 
     def rate(product: Callable[[], object]) -> float:
-        elapsed = statistics.median(_elapsed_us(_graph(product).replay))
-        return 2 * _MATRIX_SIZE**3 / elapsed * 1e6
+        return 2 * _MATRIX_SIZE**3 / timing.replay_us(product) * 1e6
 
     factor = _NVFP4_PER_BF16.get(torch.cuda.get_device_capability(device))
     if factor is None:
@@ -137,9 +79,8 @@ def _matrix_ceiling(device: torch.device) -> tuple[float, str]:
 def measure_ceilings(device: torch.device) -> Ceilings:
     """Measure read bandwidth, matrix rate and graph node cost of `device`, a CUDA device."""
     data = torch.randint(0, 255, (_STREAM_BYTES,), dtype=torch.uint8, device=device)
-    read_stream = partial(torch.ops.cake.read_stream, data)
-    read = statistics.median(_elapsed_us(_graph(read_stream).replay))
-    del data, read_stream
+    read = timing.replay_us(partial(torch.ops.cake.read_stream, data))
+    del data
     matrix_flop_per_s, matrix = _matrix_ceiling(device)
     small = torch.empty(1, dtype=torch.int32, device=device)
 
@@ -150,20 +91,13 @@ def measure_ceilings(device: torch.device) -> Ceilings:
 
         return run
 
-    few, many = (statistics.median(_elapsed_us(_graph(nodes(n)).replay)) for n in (10, 210))
+    few, many = (timing.replay_us(nodes(n)) for n in (10, 210))
     return Ceilings(
         read_bytes_per_s=_STREAM_BYTES / read * 1e6,
         matrix_flop_per_s=matrix_flop_per_s,
         graph_node_us=(many - few) / 200,
         matrix=matrix,
     )
-
-
-def _num_batches(num_tokens: int, l2_bytes: int) -> int:
-    """Return how many batches rotate: their experts are at least four times what L2 holds."""
-    few = 8 if num_tokens <= 16 else 4 if num_tokens <= 512 else 2
-    batch_bytes = roofline.expected_experts(num_tokens) * roofline.EXPERT_BYTES
-    return max(few, math.ceil(4 * l2_bytes / batch_bytes))
 
 
 def _predicted_us(calls: Sequence[Call], ceilings: Ceilings, device: torch.device) -> float | None:
@@ -209,18 +143,15 @@ def measure(
 ) -> Result:
     """Time the complete call by graph replay; see the module's docstring."""
     device = layer.weights.device
-    batches = _num_batches(num_tokens, torch.cuda.get_device_properties(device).L2_cache_size)
-    calls = [
-        Call(layer, make_batch(num_tokens, routing, seed).to(device)) for seed in range(batches)
-    ]
-    rounds = max(1, (48 if num_tokens <= 64 else 8) // batches)
+    rotation = timing.Rotation.of(num_tokens, device)
+    calls = [Call(layer, batch) for batch in rotation.make_batches(routing, device)]
 
     def run_all() -> None:
-        for _ in range(rounds):
+        for _ in range(rotation.rounds):
             for call in calls:
                 call.run(batch_invariant=batch_invariant)
 
-    times = sorted(t / (rounds * batches) for t in _elapsed_us(_graph(run_all).replay))
+    spread = rotation.spread(timing.elapsed_us(timing.capture(run_all).replay))
     experts = statistics.mean(
         int(
             ((i := call.batch.topk_ids)[(i >= 0) & (i < support.KIMI_K3.num_experts)])
@@ -229,40 +160,21 @@ def measure(
         )
         for call in calls
     )
-    median = statistics.median(times)
     floor = ceilings.floor_us(experts, num_tokens)
     return Result(
         tokens=num_tokens,
         routing=routing,
         experts=experts,
-        us=median,
-        us_low=times[len(times) // 10],
-        us_high=times[-1 - len(times) // 10],
+        us=spread.us,
+        us_low=spread.us_low,
+        us_high=spread.us_high,
         floor_us=floor,
-        fraction=floor / median,
-        gb_per_s=experts * roofline.EXPERT_BYTES / median / 1e3,
-        tflop_per_s=num_tokens * support.KIMI_K3.top_k * roofline.PAIR_FLOP / median / 1e6,
+        fraction=floor / spread.us,
+        gb_per_s=experts * roofline.EXPERT_BYTES / spread.us / 1e3,
+        tflop_per_s=num_tokens * support.KIMI_K3.top_k * roofline.PAIR_FLOP / spread.us / 1e6,
         predicted_us=_predicted_us(calls, ceilings, device),
         stages_us=_stages(lambda: calls[0].run(batch_invariant=batch_invariant)) if stages else {},
     )
-
-
-def report(
-    device: torch.device, ceilings: Ceilings, results: Sequence[Result], batch_invariant: bool
-) -> dict[str, Any]:
-    """Return what `--json` writes: environment, ceilings, results."""
-    facts = info.collect()
-    return {
-        "date": datetime.date.today().isoformat(),
-        "device": torch.cuda.get_device_name(device),
-        "cake": facts["cake"],
-        "torch": facts["torch"],
-        "driver": facts["driver"],
-        "python": facts["python"],
-        "batch_invariant": batch_invariant,
-        "ceilings": asdict(ceilings),
-        "results": [asdict(result) for result in results],
-    }
 
 
 def _line(result: Result) -> str:
@@ -295,16 +207,26 @@ def add_command(commands: Subparsers) -> None:
     parser.add_argument(
         "--batch-invariant", action="store_true", help="one arithmetic at every token count"
     )
+    parser.add_argument(
+        "--peer",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help=f"time another implementation as well, on the same weights and batches: "
+        f"{', '.join(peers.NAMES)}; may be repeated",
+    )
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run `cake bench`."""
+    """Run `cake bench`; 1 if a peer failed."""
     for tokens in arguments.tokens:
         if not 1 <= tokens <= support.MAX_TOKENS:
             raise ValueError(f"--tokens: expected 1 to {support.MAX_TOKENS}, got {tokens}")
     if arguments.json is not None and not arguments.json.absolute().parent.is_dir():
         raise ValueError(f"--json: expected a file in an existing folder, got {arguments.json}")
+    for name in arguments.peer:
+        peers.require(name)
     device = support.require_gpu("--device", arguments.device)
     with torch.cuda.device(device):
         ceilings = measure_ceilings(device)
@@ -319,7 +241,9 @@ def run(arguments: argparse.Namespace) -> int:
             f"{'tokens':>6} {'routing':<10}{'experts':>8}{'us':>10}{'spread':>8}{'floor':>9}"
             + (f"{'predicted':>11}" if predicts else "")
         )
-        results = []
+        report = Report(
+            ceilings, arguments.batch_invariant, environment(device), path=arguments.json
+        )
         for routing in arguments.routing:
             for tokens in arguments.tokens:
                 result = measure(
@@ -330,9 +254,8 @@ def run(arguments: argparse.Namespace) -> int:
                     stages=not arguments.no_stages,
                     batch_invariant=arguments.batch_invariant,
                 )
-                results.append(result)
+                report.results.append(result)
+                report.write()
                 print(_line(result), flush=True)
-    if arguments.json is not None:
-        text = json.dumps(report(device, ceilings, results, arguments.batch_invariant), indent=1)
-        arguments.json.write_text(text + "\n")
-    return 0
+        outcomes = [add_peer(report, name, layer) for name in dict.fromkeys(arguments.peer)]
+    return 0 if all(outcomes) else 1

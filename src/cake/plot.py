@@ -1,9 +1,13 @@
-"""`cake plot` draws what `cake bench --json` wrote: times with the floor, and fractions of it."""
+"""`cake plot` draws what `cake bench --json` wrote: times with the floor, and fractions of it.
+
+Peers are drawn beside cake, in its colour, with dotted lines.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,11 +32,60 @@ def load(path: Path) -> dict[str, Any]:
             if int(r["tokens"]) < 1 or min(float(r["us"]), float(r["floor_us"])) <= 0:
                 raise ValueError(f"no times: {r}")
             _ = str(r["routing"])
-    except (OSError, KeyError, TypeError, ValueError) as error:
+            for name in peer_names([r]):
+                _ = report["peers"][name]["version"], report["peers"][name]["numerics"]
+                if float(r["peers"][name]["us"]) <= 0:
+                    raise ValueError(f"no times: {r}")
+    except (OSError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"{path}: expected a file that `cake bench --json` wrote: {error}"
         ) from None
     return dict(report)
+
+
+def peer_names(results: list[dict[str, Any]]) -> list[str]:
+    """Return the peers that have a time in some of the results."""
+    return sorted({name for r in results for name, p in r.get("peers", {}).items() if "us" in p})
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Times over token counts."""
+
+    label: str
+    style: str  # matplotlib's
+    tokens: list[int]
+    us: list[float]
+    floor_us: list[float]
+
+    def fractions(self) -> list[float]:
+        """Return what part of the time the floor is."""
+        return [floor / us for floor, us in zip(self.floor_us, self.us, strict=True)]
+
+
+def curves(label: str, report: dict[str, Any], routing: str) -> list[Curve]:
+    """Return the curve of cake, and then one for each peer, with this routing."""
+    results = sorted(
+        (r for r in report["results"] if r["routing"] == routing), key=lambda r: int(r["tokens"])
+    )
+
+    def curve(title: str, style: str, points: list[tuple[dict[str, Any], float]]) -> Curve:
+        return Curve(
+            f"{title}, {routing} routing",
+            style,
+            [r["tokens"] for r, _ in points],
+            [us for _, us in points],
+            [r["floor_us"] for r, _ in points],
+        )
+
+    found = [curve(label, "o-", [(r, r["us"]) for r in results])]
+    for name in peer_names(results):
+        facts = report["peers"][name]
+        numerics = facts["numerics"].split(":")[0]
+        timed = [(r, r["peers"].get(name, {})) for r in results]
+        points = [(r, outcome["us"]) for r, outcome in timed if "us" in outcome]
+        found.append(curve(f"{facts['version']} ({numerics}), {label}", "s:", points))
+    return found
 
 
 def draw(reports: dict[str, dict[str, Any]], output: Path) -> None:
@@ -56,30 +109,17 @@ def draw(reports: dict[str, dict[str, Any]], output: Path) -> None:
     figure, (times, fractions) = pyplot.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
     for number, (label, report) in enumerate(reports.items()):
         for routing in dict.fromkeys(r["routing"] for r in report["results"]):
-            rows = sorted(
-                (r for r in report["results"] if r["routing"] == routing),
-                key=lambda r: int(r["tokens"]),
-            )
-            tokens = [r["tokens"] for r in rows]
-            name = f"{label}, {routing} routing"
-            (line,) = times.plot(tokens, [r["us"] for r in rows], "o-", ms=4, label=name)
-            if number == 0:
-                times.plot(
-                    tokens,
-                    [r["floor_us"] for r in rows],
-                    "--",
-                    color=line.get_color(),
-                    lw=1,
-                    label=f"floor, {routing} routing",
-                )
-            fractions.plot(
-                tokens,
-                [r["floor_us"] / r["us"] for r in rows],
-                "o-",
-                ms=4,
-                color=line.get_color(),
-                label=name,
-            )
+            color = None  # of cake's curve: the others of this routing take it too
+            for curve in curves(label, report, routing):
+                style = {"ms": 4, "color": color, "label": curve.label}
+                (line,) = times.plot(curve.tokens, curve.us, curve.style, **style)
+                color = style["color"] = line.get_color()
+                fractions.plot(curve.tokens, curve.fractions(), curve.style, **style)
+                if number == 0 and curve.style == "o-":
+                    label_floor = f"floor, {routing} routing"
+                    times.plot(
+                        curve.tokens, curve.floor_us, "--", color=color, lw=1, label=label_floor
+                    )
     for axes in (times, fractions):
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:.0f}"))
