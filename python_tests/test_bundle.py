@@ -109,14 +109,13 @@ def test_a_bundle_holds_the_call_and_no_other_expert(dumps: Path, layer: Layer) 
     assert len(tensors) == 9  # the three inputs, the four other scales, both betas
 
     recorded = json.loads(metadata["call"])
-    plan = json.loads(torch.ops.cake.plan(3))
     assert recorded == {
         "num_tokens": 3,
         "input_stride": H,
         "batch_invariant": False,
         "device": "cpu",
         "workspace_bytes": workspace_size(3),
-        "plan": plan,
+        "plan": None,
     }
     environment = json.loads(metadata["environment"])
     assert environment["cake"] == cake.build_info()
@@ -390,5 +389,6 @@ def test_captures_are_not_dumped_and_gpu_calls_are(
     output = call.run()
     recorded = bundle.load(the_file(dumps))
     assert recorded.call["device"] == "cuda:0"
+    assert recorded.call["plan"]["kernels"] in ("decode", "sm100")
     assert recorded.output is not None
     assert_same_bits(recorded.output, output.cpu())

@@ -73,8 +73,10 @@ def test_token_counts_are_short(counts: list[int], text: str) -> None:
 
 
 def test_plans_are_told() -> None:
-    assert log._plan_text(1).startswith("decode kernels, up to 8 pairs a tile, FC2 in ")
-    assert log._plan_text(16384).endswith(", in chunks of tokens")
+    assert log._plan_text(1, 9).startswith("decode kernels, up to 8 pairs a tile, FC2 in ")
+    assert log._plan_text(16384, 9).endswith(", in chunks of tokens")
+    assert log._plan_text(1, 10).startswith("sm100 kernels, ")
+    assert log._plan_text(0, 9) == "nothing to do"
 
 
 def test_debug_tells_shapes_of_each_eager_call(
@@ -148,7 +150,7 @@ def test_debug_waits_for_nothing_and_may_be_captured(
     call.output.zero_()
     graph.replay()
     assert_same_bits(call.output, expected)
-    assert "plan for T = 3: decode kernels" in caplog.text
+    assert "plan for T = 3: " in caplog.text
     assert "captured in a CUDA graph" in caplog.text
 
 

@@ -86,7 +86,7 @@ class Bundle:
         On the CPU, by the names above.
     call : dict
         `num_tokens`, `input_stride` (elements), `batch_invariant`, `device`, `workspace_bytes` and
-        `plan`, how a GPU runs it.
+        `plan`, how the GPU ran it, or None.
     origin : str
         Where it was recorded: versions, driver, device, time.
     error : str or None
@@ -210,7 +210,7 @@ def _metadata(call: Mapping[str, Any]) -> dict[str, str]:
         "batch_invariant": bool(call["batch_invariant"]),
         "device": str(input.device),
         "workspace_bytes": call["workspace_buffer"].numel(),
-        "plan": json.loads(torch.ops.cake.plan(input.shape[0], call["batch_invariant"])),
+        "plan": info.device_plan(input.device, input.shape[0], call["batch_invariant"]),
     }
     environment = {
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),

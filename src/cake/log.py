@@ -8,17 +8,16 @@ at import. Compiled code logs nothing, so that it stays one graph.
 from __future__ import annotations
 
 import functools
-import json
 import logging
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from cake import _library, options
+from cake import _library, info, options
 
 LOGGER: Final = logging.getLogger("cake")
 OPERANDS: Final = (*options.TENSORS, *options.OPTIONAL, "batch_invariant")
@@ -81,12 +80,13 @@ def prepared(workspace: Tensor, token_counts: Sequence[int]) -> None:
         name,
         _counts_text(token_counts),
     )
-    if device.type != "cpu":
-        counts_of: dict[str, list[int]] = {}
-        for count in filter(None, token_counts):
-            counts_of.setdefault(_plan_text(count), []).append(count)
-        for text, counts in counts_of.items():
-            LOGGER.info("plan for T = %s: %s", _counts_text(counts), text)
+    counts_of: dict[str, list[int]] = {}
+    for count in token_counts:
+        plan = info.device_plan(device, count)
+        if plan is not None:
+            counts_of.setdefault(_plan_text(plan, count), []).append(count)
+    for text, counts in counts_of.items():
+        LOGGER.info("plan for T = %s: %s", _counts_text(counts), text)
 
 
 @functools.cache
@@ -111,12 +111,13 @@ def _introduce() -> None:
     )
 
 
-def _plan_text(num_tokens: int) -> str:
-    plan = json.loads(torch.ops.cake.plan(num_tokens))
+def _plan_text(plan: Mapping[str, Any], num_tokens: int) -> str:
     text = f"{plan['kernels']} kernels, up to {plan['tile_pairs']} pairs a tile, "
     text += f"FC2 in {plan['fc2_parts']} part(s)"
     if plan["tokens_per_chunk"] < num_tokens:
         text += ", in chunks of tokens"
+    if plan["fc2_pool_part"] > 0:
+        text += f", one block in {plan['fc2_pool_part']} from the pool"
     return text
 
 
