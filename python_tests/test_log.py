@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -126,9 +127,22 @@ def test_compiled_calls_stay_one_graph(
     torch.compiler.reset()
     log.warn_not_dumped.cache_clear()
     assert_same_bits(actual, expected)
-    warnings = [entry for entry in caplog.messages if "no bundle of a traced call" in entry]
-    assert len(warnings) == dumps
+    warned = [entry for entry in caplog.messages if "no bundle of a traced call" in entry]
+    assert len(warned) == dumps
     assert "fused_moe: " not in caplog.text
+
+
+def test_preparation_in_compiled_code_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    torch.compiler.reset()
+    compiled = torch.compile(
+        lambda buffer: cake.cake_fused_moe_prepare_workspace(buffer, 2), backend="eager"
+    )
+    with caplog.at_level(logging.INFO, "cake"), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compiled(torch.empty_like(new_workspace(2)))
+    torch.compiler.reset()
+    assert "for T = 2" in caplog.text  # of new_workspace
+    assert caplog.text.count("prepared a workspace") == 1
 
 
 @NEEDS_GPU
