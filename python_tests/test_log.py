@@ -15,7 +15,7 @@ import torch
 from layer_calls import GPU, NEEDS_GPU, Layer, assert_same_bits, new_workspace, run
 
 import cake
-from cake import check, log
+from cake import check, info, log
 
 ROOT = Path(__file__).resolve().parents[1]
 PREPARE = """
@@ -74,10 +74,16 @@ def test_token_counts_are_short(counts: list[int], text: str) -> None:
 
 
 def test_plans_are_told() -> None:
-    assert log._plan_text(1, 9).startswith("decode kernels, up to 8 pairs a tile, FC2 in ")
-    assert log._plan_text(16384, 9).endswith(", in chunks of tokens")
-    assert log._plan_text(1, 10).startswith("sm100 kernels, ")
-    assert log._plan_text(0, 9) == "nothing to do"
+    def text(num_tokens: int, major: int) -> str:
+        plan = info.gpu_plan(num_tokens, major, 132)
+        assert plan is not None
+        return log._plan_text(plan, num_tokens)
+
+    assert text(1, 9).startswith("decode kernels, up to 8 pairs a tile, FC2 in ")
+    assert text(16384, 9).endswith(", in chunks of tokens")
+    assert text(64, 9).endswith(" from the pool")
+    assert text(1, 10).startswith("sm100 kernels, ")
+    assert info.device_plan(torch.device("cpu"), 1) is None
 
 
 def test_debug_tells_shapes_of_each_eager_call(

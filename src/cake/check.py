@@ -104,13 +104,9 @@ def make_batch(num_tokens: int, routing: synthetic.Routing, seed: int) -> Batch:
 def _intermediate(call: Call, name: str, pairs: Tensor) -> Tensor:
     """Return FC1's rows in a region, in the order of `expert_pairs`, as the kernels place them."""
     rows = call.region(name).view(call.batch.topk_ids.numel(), -1)
-    device = call.batch.tokens.device
-    if device.type == "cuda":
-        plan = info.gpu_plan(
-            call.batch.tokens.shape[0], torch.cuda.get_device_capability(device)[0]
-        )
-        if plan is not None and plan["kernels"] == "sm100":
-            return rows[: pairs.numel()]  # there already
+    plan = info.device_plan(call.batch.tokens.device, call.batch.tokens.shape[0])
+    if plan is not None and plan["kernels"] == "sm100":
+        return rows[: pairs.numel()]  # there already
     return rows[pairs.long()]
 
 
