@@ -17,7 +17,7 @@ from pathlib import Path
 MAX_LINES = 400
 CPP = {".h", ".cpp", ".cu", ".cuh"}
 STAGES = {"cpu", "quantize", "selftest", "routing", "fc1", "fc2", "finalize", "stream"}
-OPTIONAL = {"rich", "safetensors", "numpy", "matplotlib", "flashinfer"}
+OPTIONAL = {"rich", "safetensors", "numpy", "matplotlib", "flashinfer", "vllm", "sglang"}
 SKIPPED_FOLDERS = {"build", "dist", "__pycache__"}
 
 INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*(?P<quote>["<])(?P<path>[^">]+)[">]', re.M)
