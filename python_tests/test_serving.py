@@ -154,6 +154,10 @@ def test_weights_are_held_once_and_updates_keep_their_place() -> None:
     for name in ("w13", "w2"):
         assert getattr(module, f"{name}_weight").data_ptr() == places[name]
         assert getattr(module, f"{name}_weight_scale").data_ptr() == places[f"{name}_sf"]
+    before = experts.w13.clone()
+    with pytest.raises(cake.UnsupportedError, match="load all tensors of a layer"):
+        loaded.take(module)  # nothing was loaded: the bytes are prepared already
+    assert experts.w13.equal(before)
     tensors = checkpoint(SMALL, seed=1)
     load(module, tensors, SMALL)
     loaded.take(module)
@@ -161,6 +165,20 @@ def test_weights_are_held_once_and_updates_keep_their_place() -> None:
     expected = prepare_modelopt_layer(tensors, tp_rank=RANK, tp_size=TP)
     assert experts.w13.equal(expected.weights.w13) and experts.w2.equal(expected.weights.w2)
     assert experts.quant_scales[5].equal(expected.quant_scales[5])
+
+
+def test_the_default_dtype_of_loading_does_not_matter() -> None:
+    loaded = LoadedExperts(experts_layer(SMALL, max_tokens=5), LOGGER)
+    module = loaded_module(loaded, checkpoint(SMALL))
+    torch.set_default_dtype(torch.bfloat16)  # as both frameworks do while they load
+    try:
+        loaded.take(module)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    expected = prepare_modelopt_layer(checkpoint(SMALL), tp_rank=RANK, tp_size=TP)
+    assert loaded.experts is not None
+    for index in (0, 2, 3, 5):
+        assert loaded.experts.quant_scales[index].equal(expected.quant_scales[index])
 
 
 def test_layers_share_a_workspace() -> None:
@@ -192,7 +210,7 @@ def test_wrong_scales_are_refused_by_name() -> None:
         loaded.take(module)
     loaded.forget_input_scales(module)
     module.w2_weight_scale_2[4] = 1.0
-    with pytest.raises(ValueError, match="input_scale: expected at least one"):
+    with pytest.raises(ValueError, match=f"{NAME}: expected input scales, got none"):
         loaded.take(module)
     with pytest.raises(RuntimeError, match="expected loaded weights"):
         loaded(torch.zeros(1, 128), torch.zeros(1, 2), torch.zeros(1, 2))

@@ -5,6 +5,7 @@ Skipped where vLLM cannot be imported or is of another version. Needs 5 GB of me
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -116,6 +117,7 @@ def test_register_replaces_the_two_configurations(real: Any) -> None:
         checkpoint_config = {"quant_algo": "NVFP4", "quant_method": "modelopt"}
         override = config.override_quantization_method(checkpoint_config, None, hf_config=None)
         assert override == theirs.override_quantization_method(checkpoint_config, None)
+        assert pickle.loads(pickle.dumps(config)) is config  # as it reaches a worker
 
 
 def test_other_layers_are_refused_or_left(real: Any) -> None:

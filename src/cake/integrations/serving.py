@@ -166,9 +166,9 @@ class LoadedExperts:
     def take(self, module: nn.Module) -> None:
         """Lay out the parameters of a module that has loaded them, and keep them there.
 
-        The parameters of the weights and block scales then hold the prepared bytes. When weights
-        were loaded into them anew, all of them, a second call writes what comes of it to where the
-        first one put it, so that captured graphs read it.
+        The parameters of the weights and block scales then hold the prepared bytes, and the input
+        scales are forgotten: a second call is for a layer of which all was loaded anew. It writes
+        what comes of it to where the first one put it, so that captured graphs read it.
 
         Parameters
         ----------
@@ -181,8 +181,8 @@ class LoadedExperts:
         Raises
         ------
         ValueError
-            A scale is not usable, by its name in the checkpoint; also what `prepare_modelopt_layer`
-            raises.
+            A scale is not usable, by its name in the checkpoint; no input scale was loaded; also
+            what `prepare_modelopt_layer` raises.
         """
         prepared = self._prepare(module)
         if self.experts is not None:
@@ -192,6 +192,7 @@ class LoadedExperts:
         for name, buffer in (("w13_weight", "w13"), ("w2_weight", "w2")):
             getattr(module, name).data = getattr(self.experts, buffer)
             getattr(module, f"{name}_scale").data = getattr(self.experts, f"{buffer}_sf")
+        self.forget_input_scales(module)
 
     def __call__(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
         """Run the experts; arguments and result as in `SiTUExperts.forward`, for any T."""
@@ -210,7 +211,12 @@ class LoadedExperts:
         tensors = checkpoint_tensors(module, self.layer.name)
         inputs = sum(name.endswith(".input_scale") for name in tensors)
         expected = 3 * self.layer.geometry.num_experts
-        if 0 < inputs < expected:
+        if not inputs:
+            raise UnsupportedError(
+                f"{self.layer.name}: expected input scales, got none: load all tensors of a layer, "
+                "of a checkpoint with quantized activations"
+            )
+        if inputs < expected:
             self.logger.warning(
                 "%s: %d of %d input scales are missing; those experts take the largest of the "
                 "others",
@@ -231,7 +237,7 @@ class LoadedExperts:
 
         def everywhere(value: float | None) -> Tensor:
             assert value is not None  # check_fit
-            return torch.full((weights.num_experts,), value, device=weights.device)
+            return torch.full_like(weights.w2_scale, value)  # whatever the default dtype is now
 
         log_once(self.logger, INFO, f"cake runs the NVFP4 SiTU experts on {weights.device}")
         return SiTUExperts.from_modelopt(
