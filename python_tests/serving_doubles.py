@@ -287,6 +287,9 @@ def sglang() -> Modules:
             "ModelOptNvFp4FusedMoEMethod": ModelOptNvFp4FusedMoEMethod,
         },
         "sglang.srt.plugins.hook_registry": {"HookRegistry": HookRegistry, "HookType": HookType},
+        "sglang.srt.runtime_context": {
+            "get_lora": lambda: SimpleNamespace(enable_lora=None, lora_paths=None)
+        },
     }
 
 

@@ -252,6 +252,16 @@ def test_another_backend_of_sglang(monkeypatch: pytest.MonkeyPatch, kind: str, v
         framework.choose(framework.config(), framework.layer())
 
 
+@pytest.mark.parametrize("setting", ["enable_lora", "lora_paths"])
+def test_lora_of_sglang(monkeypatch: pytest.MonkeyPatch, setting: str) -> None:
+    framework = SGLang23(monkeypatch)
+    method = importlib.import_module("cake.integrations.sglang_method")
+    lora = SimpleNamespace(**{"enable_lora": None, "lora_paths": None, setting: ["adapter"]})
+    monkeypatch.setattr(method, "get_lora", lambda: lora)
+    with pytest.raises(cake.UnsupportedError, match="--enable-lora: expected off, got on"):
+        framework.choose(framework.config(), framework.layer())
+
+
 def test_a_layer_from_loading_to_a_call(
     framework: Framework, monkeypatch: pytest.MonkeyPatch
 ) -> None:

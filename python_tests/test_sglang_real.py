@@ -22,7 +22,7 @@ from cake.support import KIMI_K3
 def real(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     modelopt = pytest.importorskip(
         "sglang.srt.layers.quantization.modelopt_quant",
-        reason="SGLang is not installed: pip install 'cake-moe[sglang]'",
+        reason="SGLang is not installed: pip install '.[sglang]'",
         exc_type=ImportError,
     )
     try:

@@ -24,7 +24,7 @@ from cake.support import KIMI_K3
 def real(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     pytest.importorskip(
         "vllm.model_executor.layers.quantization.modelopt",
-        reason="vLLM is not installed: pip install 'cake-moe[vllm]'",
+        reason="vLLM is not installed: pip install '.[vllm]'",
         exc_type=ImportError,
     )
     try:

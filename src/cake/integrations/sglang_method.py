@@ -19,6 +19,7 @@ from sglang.srt.layers.quantization.modelopt_quant import (
     ModelOptNvFp4FusedMoEMethod,
 )
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+from sglang.srt.runtime_context import get_lora
 from torch import nn
 
 from cake.integrations.serving import ExpertsLayer, LoadedExperts, check_fit, log_once
@@ -81,6 +82,7 @@ def _experts_method(
         f"--moe-runner-backend {backend.value}": not backend.is_auto(),
         f"--moe-a2a-backend {dispatch.value}": not dispatch.is_none(),
         "--ep-size": layer.moe_ep_size > 1,
+        "--enable-lora": bool(get_lora().enable_lora or get_lora().lora_paths),
         "fusion of shared experts (--disable-shared-experts-fusion)": (
             layer.num_fused_shared_experts > 0
         ),
