@@ -25,6 +25,7 @@ NVCC = [
     "nvidia-nvvm==13.0.88",
     "nvidia-cuda-runtime==13.0.96",
     "nvidia-cuda-cccl==13.0.85",
+    "nvidia-nvtx==13.0.85",
 ]
 STABLE_HEADER = "torch/csrc/stable/library.h"
 

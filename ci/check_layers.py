@@ -19,7 +19,10 @@ CPP = {".h", ".cpp", ".cu", ".cuh"}
 # Where inline assembly may be: the instructions, and those that only the tests' model has.
 ASSEMBLY = (("cpp", "kernels", "ptx"), ("cpp", "tests", "model", "include", "ptx"))
 STAGES = {"cpu", "quantize", "selftest", "routing", "fc1", "fc2", "finalize", "stream"}
-OPTIONAL = {"rich", "safetensors", "numpy", "matplotlib", "flashinfer", "humming", "triton"}
+OPTIONAL = {
+    *("rich", "safetensors", "numpy", "matplotlib"),
+    *("flashinfer", "humming", "sglang", "triton", "vllm"),
+}
 SKIPPED_FOLDERS = {"build", "dist", "__pycache__"}
 
 INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*(?P<quote>["<])(?P<path>[^">]+)[">]', re.M)

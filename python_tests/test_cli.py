@@ -13,6 +13,13 @@ import cake
 from cake.cli import main
 
 
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["--version"])
+    assert stopped.value.code == 0
+    assert capsys.readouterr().out == f"cake {cake.__version__}\n"
+
+
 def test_info_prints_build_devices_and_support(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["info", "--tokens", "64"]) == 0
     text = capsys.readouterr().out

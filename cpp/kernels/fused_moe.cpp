@@ -10,6 +10,7 @@
 #include "device.h"
 #include "message.h"
 #include "names.h"
+#include "nvtx.h"
 #include "prepared.h"
 #include "span.h"
 #include "workspace.h"
@@ -186,6 +187,7 @@ Status prepare(const Shape& shape, void* workspace, int64_t bytes, int32_t num_t
     if (num_tokens == 0) {
       return {};
     }
+    const nvtx::Range range("cake/prepare_workspace", num_tokens);
     CAKE_RETURN_IF_ERROR(check_workspace(shape, workspace, bytes, num_tokens, device));
     CAKE_RETURN_IF_ERROR(check_device(device, shape));
     if (device.type == DeviceType::kCuda) {
@@ -223,6 +225,7 @@ Status run(const Arguments& arguments) {
     if (a.num_tokens == 0) {
       return {};
     }
+    const nvtx::Range range("cake/fused_moe", a.num_tokens);
     CAKE_RETURN_IF_ERROR(resolve_stride(a.shape.hidden, &a.input_stride));
     CAKE_RETURN_IF_ERROR(check_device(a.device, a.shape));
     CAKE_RETURN_IF_ERROR(
@@ -253,6 +256,7 @@ Status quantize_nvfp4(const QuantizeArguments& arguments) {
     if (a.rows == 0 || a.columns == 0) {
       return {};
     }
+    const nvtx::Range range("cake/quantize_nvfp4", a.rows);
     CAKE_RETURN_IF_ERROR(resolve_stride(a.columns, &a.input_stride));
     CAKE_RETURN_IF_ERROR(check_memory(
         std::array<Span, 2>{

@@ -1,10 +1,9 @@
 #include "plan.h"
 
 #include <algorithm>
-#include <cstdlib>
 #include <sstream>
-#include <string_view>
 
+#include "environment.h"
 #include "workspace.h"
 
 namespace cake {
@@ -67,10 +66,7 @@ const char* kernels_name(Kernels kernels) {
 }  // namespace
 
 bool batch_invariant_by_environment() {
-  static const bool value = [] {
-    const char* text = std::getenv("CAKE_BATCH_INVARIANT");
-    return text != nullptr && std::string_view(text) == "1";
-  }();
+  static const bool value = is_switched_on("CAKE_BATCH_INVARIANT");
   return value;
 }
 

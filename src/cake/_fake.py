@@ -6,9 +6,12 @@ guard on the number of tokens.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from cake import log
 from cake.support import GROUP_SIZE, KIMI_K3
 
 _SF_DTYPES = (torch.uint8, torch.float8_e4m3fn)
@@ -57,8 +60,7 @@ def _check_workspace(workspace: Tensor, device: torch.device) -> None:
     _check("workspace_buffer", workspace, (torch.uint8, torch.int8), tuple(workspace.shape), device)
 
 
-@torch.library.register_fake("cake::fused_moe")
-def _fused_moe(
+def check_fused_moe(
     input: Tensor,
     topk_ids: Tensor,
     topk_weights: Tensor,
@@ -76,6 +78,7 @@ def _fused_moe(
     workspace: Tensor,
     batch_invariant: bool = False,
 ) -> None:
+    """Raise for operands of `torch.ops.cake.fused_moe` with a wrong shape, dtype or device."""
     h, i, e, k = KIMI_K3.hidden, KIMI_K3.intermediate, KIMI_K3.num_experts, KIMI_K3.top_k
     device = input.device
     _check_dim("input", input, 2)
@@ -100,6 +103,12 @@ def _fused_moe(
             _check(name, tensor, (torch.float32,), (e,), device)
     _check("output", output, (torch.bfloat16,), (tokens, h), device)
     _check_workspace(workspace, device)
+
+
+@torch.library.register_fake("cake::fused_moe")
+def _fused_moe(*arguments: Any, **options: Any) -> None:
+    log.warn_not_dumped("a traced call")
+    check_fused_moe(*arguments, **options)
 
 
 @torch.library.register_fake("cake::quantize_nvfp4")

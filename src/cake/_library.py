@@ -57,7 +57,8 @@ def build_info() -> dict[str, Any]:
     dict
         `version`, `commit` (short hash or "unknown"), `dirty` (bool or None), `cxx_compiler`,
         `cuda_compiler` (empty for a build without CUDA), `cuda_architectures` (list such as
-        "sm_90a"), `torch_target` (oldest torch whose stable ABI is used) and `system`.
+        "sm_90a"), `nvtx` (whether it has NVTX ranges), `torch_target` (oldest torch whose stable
+        ABI is used) and `system`.
     """
     info: dict[str, Any] = json.loads(_build_info())
     return info

@@ -8,7 +8,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from cake import errors, options, support, workspace
+from cake import errors, log, options, support, workspace
 from cake.config import ActivationType
 
 WEIGHT_LAYOUT: Final = "trtllm_shuffled_nvfp4_group16"
@@ -214,8 +214,9 @@ def cutlass_fused_moe(
         torch.ops.cake.fused_moe(*arguments)
         return output
     workspace.forget_if_moved(workspace_buffer)
+    operator = log.fused_moe if log.is_watched() else torch.ops.cake.fused_moe
     try:
-        torch.ops.cake.fused_moe(*arguments)
+        operator(*arguments)
     except RuntimeError as error:
         options.check_tensors(tensors, optional)
         raise errors.translate(error) from None

@@ -11,6 +11,7 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -103,13 +104,9 @@ def make_batch(num_tokens: int, routing: synthetic.Routing, seed: int) -> Batch:
 def _intermediate(call: Call, name: str, pairs: Tensor) -> Tensor:
     """Return FC1's rows in a region, in the order of `expert_pairs`, as the kernels place them."""
     rows = call.region(name).view(call.batch.topk_ids.numel(), -1)
-    device = call.batch.tokens.device
-    if device.type == "cuda":
-        plan = info.gpu_plan(
-            call.batch.tokens.shape[0], torch.cuda.get_device_capability(device)[0]
-        )
-        if plan is not None and plan["kernels"] == "sm100":
-            return rows[: pairs.numel()]  # there already
+    plan = info.device_plan(call.batch.tokens.device, call.batch.tokens.shape[0])
+    if plan is not None and plan["kernels"] == "sm100":
+        return rows[: pairs.numel()]  # there already
     return rows[pairs.long()]
 
 
@@ -192,15 +189,19 @@ def add_command(commands: Subparsers) -> None:
         "--tokens",
         type=int,
         nargs="+",
-        default=TOKENS,
         metavar="T",
         help="default: 16 counts up to 2048",
     )
+    parser.add_argument("--routing", nargs="+", choices=ROUTINGS, help="default: all")
+    parser.add_argument("--seed", type=int, help="default: 0")
+    parser.add_argument("--device", help="default: cuda; with --replay the best that runs here")
     parser.add_argument(
-        "--routing", nargs="+", default=ROUTINGS, choices=ROUTINGS, help="default: all"
+        "--replay",
+        type=Path,
+        metavar="FILE",
+        help="run a bundle of CAKE_LOG=dump, compare with its output and with the CPU path; "
+        "exit status 0: equal, 1: different, 2: cannot be replayed",
     )
-    parser.add_argument("--seed", type=int, default=0, help="default: 0")
-    parser.add_argument("--device", default="cuda", help="default: cuda")
     parser.set_defaults(run=run)
 
 
@@ -213,15 +214,20 @@ def _cases(
 
 def run(arguments: argparse.Namespace) -> int:
     """Run `cake check`."""
-    device = support.require_gpu("--device", arguments.device)
-    cpu = Layer(*synthetic.fill_random_prepared(arguments.seed))
+    if arguments.replay is not None:
+        from cake import replay
+
+        return replay.run(arguments)
+    device = support.require_gpu("--device", arguments.device or "cuda")
+    seed = arguments.seed or 0
+    cpu = Layer(*synthetic.fill_random_prepared(seed))
     gpu = cpu.to(device)
     failures = 0
     print(f"{'tokens':>7} {'routing':<12}{'rel. rms':>10}{'worst row':>11}{'s':>7}")
-    for num_tokens, routing in _cases(arguments.tokens, arguments.routing):
+    for num_tokens, routing in _cases(arguments.tokens or TOKENS, arguments.routing or ROUTINGS):
         start = time.perf_counter()
         try:
-            result = check_case(cpu, gpu, num_tokens, routing, arguments.seed)
+            result = check_case(cpu, gpu, num_tokens, routing, seed)
         except AssertionError as error:
             failures += 1
             print(f"{num_tokens:>7} {routing:<12} FAILED: {error}")

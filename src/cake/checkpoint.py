@@ -45,6 +45,14 @@ _SOURCE = (
 )
 _SIZES = ("num_experts", "hidden", "intermediate")
 _PAGE = 4096  # bytes
+_KINDS = {  # names of dtypes in safetensors files
+    torch.uint8: "U8",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.bfloat16: "BF16",
+    torch.float32: "F32",
+    torch.int32: "I32",
+    torch.int64: "I64",
+}
 
 
 class Checkpoint:
@@ -133,13 +141,36 @@ def save_layer(
         "layout_version": str(PreparedWeights.LAYOUT_VERSION),
         "cake_version": str(build_info()["version"]),
     }
-    metadata["sha256"] = _sha256(metadata, tensors)
+    write_tensors(path, tensors, metadata)
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+    """Write a safetensors file with `sha256` in its metadata; it appears whole or not at all.
+
+    Parameters
+    ----------
+    path : Path
+        The file; one that is there stays until the new one is whole.
+    tensors : Mapping of str to Tensor
+        Contiguous, on the CPU, with at least one dimension.
+    metadata : Mapping of str to str
+        Without `sha256`.
+
+    Raises
+    ------
+    OSError
+        If the file cannot be written.
+    """
+    metadata = {**metadata, "sha256": _sha256(metadata, tensors)}
     table: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))}
     end = 0
     for name, tensor in tensors.items():
-        kind = {torch.uint8: "U8", torch.float32: "F32"}.get(tensor.dtype, "F8_E4M3")
         begin, end = end, end + tensor.nbytes
-        table[name] = {"dtype": kind, "shape": [*tensor.shape], "data_offsets": [begin, end]}
+        table[name] = {
+            "dtype": _KINDS[tensor.dtype],
+            "shape": [*tensor.shape],
+            "data_offsets": [begin, end],
+        }
     # Not by safetensors: many of its versions first copy all tensors, and it orders metadata at
     # random. Here equal layers give equal files. Spaces that fill up the header are in its format.
     header = json.dumps(table).encode()
@@ -220,12 +251,17 @@ def load_layer(
     tensors: dict[str, Tensor] = {name: file.get_tensor(name) for name in expected}
     for name, like in expected.items():
         check_tensor(f"{path}: {name}", tensors[name], like.dtype, tuple(like.shape))
-    if verify and _sha256(metadata, tensors) != metadata["sha256"]:
+    if verify and not is_whole(metadata, tensors):
         raise ValueError(f"{path}: damaged: not the bytes that were written; convert again")
     tensors = {name: tensor.to(device or "cpu") for name, tensor in tensors.items()}
     dx, da = float(tensors.pop("input_scale")), tensors.pop("intermediate_scale")
     weights = PreparedWeights(**tensors)
     return ModelOptLayer(weights, weights.quant_scales(dx, da), dx, da)
+
+
+def is_whole(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> bool:
+    """Whether all tensors of a file and its metadata are those that `write_tensors` wrote."""
+    return _sha256(metadata, tensors) == metadata.get("sha256")
 
 
 def open_safetensors(path: Path) -> Any:

@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+import cake
 from cake import bench, check, convert, demo, info, plot
 
 
@@ -25,6 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="cake", description="The routed experts of Kimi-K3 in NVFP4."
     )
+    parser.add_argument("--version", action="version", version=f"cake {cake.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     info.add_command(commands)
     demo.add_command(commands)

@@ -93,15 +93,29 @@ def workspace_table(num_tokens: int) -> list[dict[str, Any]]:
     return table
 
 
-def gpu_plan(num_tokens: int, major: int, num_sms: int) -> dict[str, Any] | None:
+def gpu_plan(
+    num_tokens: int, major: int, num_sms: int, batch_invariant: bool = False
+) -> dict[str, Any] | None:
     """Return how a GPU runs a call: kernels, pairs per tile, FC2's parts and pool.
 
     None for no tokens.
     """
     if num_tokens == 0:
         return None
-    plan: dict[str, Any] = json.loads(torch.ops.cake.plan(num_tokens, major=major, num_sms=num_sms))
+    plan: dict[str, Any] = json.loads(
+        torch.ops.cake.plan(num_tokens, batch_invariant, major, num_sms)
+    )
     return plan
+
+
+def device_plan(
+    device: torch.device, num_tokens: int, batch_invariant: bool = False
+) -> dict[str, Any] | None:
+    """Return how this device runs a call, see `gpu_plan`; None for the CPU and for no tokens."""
+    if device.type != "cuda":
+        return None
+    gpu = torch.cuda.get_device_properties(device)
+    return gpu_plan(num_tokens, gpu.major, gpu.multi_processor_count, batch_invariant)
 
 
 def _plan_gpu(devices: list[dict[str, Any]]) -> tuple[int, int]:

@@ -108,7 +108,7 @@ def check_tensor(name: str, value: object, device: torch.device | None = None) -
         )
 
 
-_TENSORS = (
+TENSORS = (
     "input",
     "token_selected_experts",
     "token_final_scales",
@@ -116,7 +116,7 @@ _TENSORS = (
     "fc2_expert_weights",
     *(f"quant_scales[{i}]" for i in range(6)),
 )
-_OPTIONAL = ("situ_beta", "situ_linear_beta", "output", "workspace_buffer")
+OPTIONAL = ("situ_beta", "situ_linear_beta", "output", "workspace_buffer")
 
 
 def are_plain_tensors(tensors: tuple[Any, ...], optional: tuple[Any, ...]) -> bool:
@@ -137,8 +137,8 @@ def check_tensors(tensors: tuple[Any, ...], optional: tuple[Any, ...]) -> None:
     """
     check_tensor("input", tensors[0])
     device = tensors[0].device
-    for name, value in zip(_TENSORS[1:], tensors[1:], strict=True):
+    for name, value in zip(TENSORS[1:], tensors[1:], strict=True):
         check_tensor(name, value, device)
-    for name, value in zip(_OPTIONAL, optional, strict=True):
+    for name, value in zip(OPTIONAL, optional, strict=True):
         if value is not None:
             check_tensor(name, value, device)

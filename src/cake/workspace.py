@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from cake import errors, support
+from cake import errors, log, support
 
 # (device index or -1, address) -> the storage that was prepared there
 _owners: dict[tuple[int, int], weakref.ref[torch.UntypedStorage]] = {}
@@ -100,3 +100,4 @@ def prepare(workspace: Tensor, num_tokens: int | Iterable[int]) -> None:
     torch.autograd.graph.increment_version(workspace)
     if any(counts) and _has_memory(workspace):
         _own(workspace)
+        log.prepared(workspace, counts)

@@ -1,6 +1,7 @@
 #include "common/layout.h"
 #include "common/situ.h"
 #include "cpu/expert_blocks.h"
+#include "nvtx.h"
 
 namespace cake::cpu {
 namespace {
@@ -22,6 +23,7 @@ void requantize(const float* activation, float q, uint8_t* packed, uint8_t* sf) 
 }  // namespace
 
 void fc1(const Fc1Arguments& a, const CpuExecutor& executor) {
+  const nvtx::Range range("cake/fc1");
   const int32_t hidden = a.shape.hidden;
   const int32_t intermediate = a.shape.intermediate;
   const int64_t rows = 2 * int64_t{intermediate};

@@ -1,10 +1,12 @@
 #include "common/layout.h"
 #include "cpu/expert_blocks.h"
+#include "nvtx.h"
 #include "workspace.h"
 
 namespace cake::cpu {
 
 void fc2(const Fc2Arguments& a, const CpuExecutor& executor) {
+  const nvtx::Range range("cake/fc2");
   const int32_t hidden = a.shape.hidden;
   const int32_t intermediate = a.shape.intermediate;
   const auto block_of = [&](int32_t expert, int32_t block, const int32_t* pairs, int32_t count) {

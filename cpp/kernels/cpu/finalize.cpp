@@ -6,6 +6,7 @@
 #include "cpu/parallel.h"
 #include "cpu/stages.h"
 #include "cpu/vectorized.h"
+#include "nvtx.h"
 #include "workspace.h"
 
 namespace cake::cpu {
@@ -28,6 +29,7 @@ void add_row(float weight, const uint16_t* row, float* sums) {
 }  // namespace
 
 void finalize(const FinalizeArguments& a, const CpuExecutor& executor) {
+  const nvtx::Range range("cake/finalize");
   for_each_item(executor, a.num_tokens, [&](int64_t token) {
     float sums[kFc2BlockRows] = {};
     for (int32_t slot = 0; slot < a.shape.top_k; ++slot) {

@@ -4,6 +4,7 @@
 #include "cpu/parallel.h"
 #include "cpu/stages.h"
 #include "cpu/vectorized.h"
+#include "nvtx.h"
 
 namespace cake::cpu {
 namespace {
@@ -43,6 +44,7 @@ void quantize_row(const uint16_t* input, float q, int64_t groups, uint8_t* packe
 }  // namespace
 
 void quantize(const QuantizeArguments& a, const CpuExecutor& executor) {
+  const nvtx::Range range("cake/quantize");
   const float q = *a.input_scale;
   const int64_t groups = a.columns / kGroupSize;
   constexpr int64_t kRowsPerItem = 8;

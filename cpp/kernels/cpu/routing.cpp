@@ -2,10 +2,12 @@
 
 #include "cpu/ids.h"
 #include "cpu/stages.h"
+#include "nvtx.h"
 
 namespace cake::cpu {
 
 void route(const RouteArguments& a) {
+  const nvtx::Range range("cake/route");
   // Counts, shifted by one so that the prefix sum turns them into offsets in place.
   std::fill_n(a.expert_offsets, a.num_experts + 1, 0);
   for (int64_t pair = 0; pair < a.num_pairs; ++pair) {

@@ -14,6 +14,7 @@ namespace cake::fc1 {
 template <int kN>
 struct Sm100 {
   static_assert(kN % 8 == 0 && kN >= 8 && kN <= 128, "pairs of a tile: a multiple of 8 up to 128");
+  static constexpr int kExperts = 896;
   static constexpr int kHidden = 3584;
   static constexpr int kIntermediate = 384;
   static constexpr int kRows = tcgen05::kMmaRows;

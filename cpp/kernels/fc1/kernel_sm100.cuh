@@ -55,7 +55,9 @@ template <int kN>
 __device__ __forceinline__ void load_weights(const Params& params, const CUtensorMap& w13_map,
                                              Sm100Storage<kN>& shared, const DealtItems& items) {
   using Config = Sm100<kN>;
-  const uint64_t policy = ptx::createpolicy_evict_first();
+  // With more tiles than experts, weights are read again soon.
+  const uint64_t policy = items.num_tiles > Config::kExperts ? ptx::createpolicy_evict_normal()
+                                                             : ptx::createpolicy_evict_first();
   RingPosition<Config::kStages> ring;
   for (TileCursor cursor(items); cursor.tile().count > 0; cursor.advance()) {
     const int32_t block = cursor.tile().expert * Config::kParts + cursor.part();

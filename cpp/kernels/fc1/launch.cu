@@ -3,6 +3,7 @@
 #include "fc1/launch.h"
 #include "fc1/prefill_sm90.cuh"
 #include "kernel_launch.h"
+#include "nvtx.h"
 #include "tensor_map.h"
 
 namespace cake {
@@ -43,6 +44,7 @@ Status load_fc1() {
 }
 
 Status launch_fc1(const fc1::Params& params, const Plan& plan, void* stream) {
+  const nvtx::Range range("cake/fc1");
   LaunchConfig where;
   where.grid = dim3(static_cast<unsigned>(plan.num_ctas));
   where.stream = static_cast<cudaStream_t>(stream);

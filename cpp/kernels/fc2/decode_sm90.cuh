@@ -151,16 +151,14 @@ __device__ __forceinline__ void mma_warp(const Params& params, DecodeStorage& sh
   const int32_t t = lane % 4;
   constexpr uint32_t kBlockBytes = Decode::kBlockRows * 2;  // of an output row
   const uint32_t row_bytes = params.num_blocks * kBlockBytes;
-  // Bytes from params.rows to this lane's outputs of its two pairs, columns 2t and 2t + 1, for use
-  // 0 of a stage; at most kFc2RowsBytes with the use that is added.
   constexpr uint32_t kNone = 0xFFFFFFFF;
   int32_t use = warp / 4;  // of a stage, that comes next; every fourth one is of this group
 #pragma unroll 1
   for (uint32_t i = 0;; ++i) {
-    const Slot<Decode::kItems> slot(i);
-    ptx::mbarrier_wait(ptx::shared_address(&shared.item_full[slot.stage]), slot.parity);
-    const DecodeStorage::Item item = shared.items[slot.stage];
-    release_loaded(shared.item_empty[slot.stage], lane, item.expert, item.first, item.count,
+    const Slot<Decode::kItems> place(i);
+    ptx::mbarrier_wait(ptx::shared_address(&shared.item_full[place.stage]), place.parity);
+    const DecodeStorage::Item item = shared.items[place.stage];
+    release_loaded(shared.item_empty[place.stage], lane, item.expert, item.first, item.count,
                    item.block, item.first_use, item.end_use);
     if (item.count == 0) {
       break;
@@ -168,6 +166,8 @@ __device__ __forceinline__ void mma_warp(const Params& params, DecodeStorage& sh
     if (use >= item.end_use) {  // no block for this group
       continue;
     }
+    // Bytes from params.rows to this lane's outputs of its two pairs, columns 2t and 2t + 1, for
+    // use 0 of a stage; less than kFc2RowsBytes with the use that is added.
     uint32_t outputs[2];
 #pragma unroll
     for (int j = 0; j < 2; ++j) {

@@ -3,6 +3,7 @@
 #include "fc2/launch.h"
 #include "fc2/prefill_sm90.cuh"
 #include "kernel_launch.h"
+#include "nvtx.h"
 #include "tensor_map.h"
 #include "workspace.h"
 
@@ -53,6 +54,7 @@ Status load_fc2() {
 }
 
 Status launch_fc2(const fc2::Params& params, const Plan& plan, void* stream) {
+  const nvtx::Range range("cake/fc2");
   LaunchConfig where;
   where.grid = dim3(static_cast<unsigned>(plan.num_ctas));
   where.stream = static_cast<cudaStream_t>(stream);

@@ -1,12 +1,14 @@
 #include "finalize/kernel.cuh"
 #include "finalize/launch.h"
 #include "kernel_launch.h"
+#include "nvtx.h"
 
 namespace cake {
 
 Status load_finalize() { return load_kernel("cake_finalize", &finalize::cake_finalize); }
 
 Status launch_finalize(const FinalizeArguments& a) {
+  const nvtx::Range range("cake/finalize");
   finalize::Params params{};
   params.topk_ids = a.topk_ids;
   params.topk_weights = a.topk_weights;

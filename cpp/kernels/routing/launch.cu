@@ -1,4 +1,5 @@
 #include "kernel_launch.h"
+#include "nvtx.h"
 #include "routing/kernel.cuh"
 #include "routing/launch.h"
 
@@ -18,6 +19,7 @@ Status load_route_quantize() {
 }
 
 Status launch_route_quantize(const RouteQuantizeArguments& a) {
+  const nvtx::Range range("cake/route_quantize");
   constexpr int32_t kGroups = kKimiK3.hidden / kGroupSize;
   routing::Params params{};
   params.topk_ids = a.topk_ids;
