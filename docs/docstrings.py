@@ -8,7 +8,7 @@ from typing import Any
 from griffe import Class, DocstringSectionKind, Extension, Function, Module, Object
 
 _ROLE = re.compile(r":(?:class|func|meth|mod):(?=`)")
-_CODE_OR_STAR = re.compile(r"`[^`]*`|\*")
+_CODE_OR_STAR = re.compile(r"(`+).*?\1|(?<=\w)\*(?=\w)", re.S)
 
 
 def _as_markdown(text: str) -> str:

@@ -64,7 +64,7 @@ def scales() -> Figure:
     """Draw where the block scales of a [768, 224] matrix are stored."""
     offset = layout.scale_offset(2 * INTERMEDIATE, HIDDEN // 16)
     figure, (tiles, tile) = pyplot.subplots(
-        1, 2, figsize=(13, 4.6), width_ratios=(1, 3), layout="constrained"
+        1, 2, figsize=(10.5, 3.8), width_ratios=(1, 3), layout="constrained"
     )
     shown = 4
     for i in range(3):

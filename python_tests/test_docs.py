@@ -69,7 +69,7 @@ def source_messages() -> list[str]:
 
 def quotes() -> list[str]:
     text = (DOCS / "troubleshooting.md").read_text()
-    return [line[2:] for line in text.splitlines() if line.startswith("> ")]
+    return [line[2:].replace(r"\*", "*") for line in text.splitlines() if line.startswith("> ")]
 
 
 def is_message(quote: str, messages: list[str]) -> bool:
