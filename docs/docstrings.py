@@ -7,13 +7,16 @@ from typing import Any
 
 from griffe import Class, DocstringSectionKind, Extension, Function, Module, Object
 
+_MARKER = re.compile(r"::$", re.M)
+_TABLE = re.compile(r"^( *)(=+(?: +=+)+)\n(.*?)\n\1\2\n(.*?)\n\1\2$", re.M | re.S)
 _ROLE = re.compile(r":(?:class|func|meth|mod):(?=`)")
 _CODE_OR_STAR = re.compile(r"(`+).*?\1|(?<=\w)\*(?=\w)", re.S)
 
 
 def _as_markdown(text: str) -> str:
-    """Take roles away, keep stars outside of code from becoming emphasis, join continued lines."""
-    text = re.sub(r", {2,}", ", ", _ROLE.sub("", text))
+    """Rewrite what is reStructuredText, and join names that a backslash continued."""
+    text = re.sub(r", {2,}", ", ", _MARKER.sub(":", _ROLE.sub("", text)))
+    text = _TABLE.sub(r"\1```text\n\3\n\4\n\1```", text)
     return _CODE_OR_STAR.sub(lambda found: found[0] if found[0] != "*" else r"\*", text)
 
 

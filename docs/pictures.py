@@ -73,7 +73,7 @@ def scales() -> Figure:
             _cell(tiles, 2 * j, i, 2, "#dddddd", str(begin))
     tiles.text(2 * shown + 0.3, 1.5, "...", va="center", fontsize=9)
     tiles.text(shown, 3.4, "...", ha="center", fontsize=9)
-    title = "w13_sf, 768 x 224: first byte of each tile\nof 128 rows (down) x 4 columns (across)"
+    title = "w13_sf, 768 x 224:\nfirst byte of each tile\n(128 rows x 4 columns)"
     _finish(tiles, 2 * shown + 1, 7, title)
 
     places = {

@@ -138,7 +138,8 @@ def test_docstrings_are_shown_with_the_defaults_of_the_signature(tmp_path: Path)
     (tmp_path / "sample.py").write_text(
         "def f(a: int, b: bool = True, c: str = 'x'):\n"
         '    """See :func:`g`: p*q*r, ``s*t*u``.\n\n    Parameters\n    ----------\n'
-        '    a, b\n        Both.\n    c : {"x", "y"}\n        One.\n    """\n'
+        "    a, b\n        Both::\n\n        ==  ==\n        h   i\n        ==  ==\n        1   2\n"
+        '        ==  ==\n    c : {"x", "y"}\n        One.\n    """\n'
     )
     module = griffe.load(
         "sample",
@@ -151,3 +152,4 @@ def test_docstrings_are_shown_with_the_defaults_of_the_signature(tmp_path: Path)
     shown = [(p.name, str(p.annotation), p.default) for p in parameters.value]
     assert shown[:2] == [("a", "int", None), ("b", "bool", "True")]
     assert shown[2][2] == "'x'"
+    assert parameters.value[0].description == "Both:\n\n```text\nh   i\n1   2\n```"
