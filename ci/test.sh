@@ -53,6 +53,9 @@ note "clang-format: no change"
 step "Layers" "Each line says what to do; the rules are in docs/design.md."
 python ci/check_layers.py
 
+step "Documentation" "See the step named above."
+bash ci/docs.sh
+
 step "C++ tests: build" "Read the log named above; remove build/tests to start afresh."
 quiet configure cmake -S . -B build/tests -G Ninja -DCAKE_TESTS=ON -DCMAKE_BUILD_TYPE=Release \
   -DCAKE_CUTE_ORACLE=ON -DCAKE_TCGEN05_MODEL=ON \
