@@ -1,4 +1,4 @@
-"""An installed cake runs where there is nothing else: no compiler, network, home or child process."""
+"""An installed cake needs torch alone: no compiler, network, home or child process."""
 
 from __future__ import annotations
 
