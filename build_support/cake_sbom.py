@@ -101,7 +101,7 @@ def document(facts: Mapping[str, str]) -> dict[str, Any]:
     ----------
     facts : mapping of str to str
         `name`, `version`, `commit`, `dirty`, `system`, `architectures`, `cxx_compiler`,
-        `cuda_compiler`, `cmake`, and the folders `cuda_include`, `nvtx_include` and `torch_include`;
+        `cuda_compiler`, `cmake`, and the folders `cuda_include`, `nvtx_include`, `torch_include`;
         an empty one means that the part is not in the library.
     """
     parts = [

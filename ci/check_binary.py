@@ -1,5 +1,4 @@
-"""Checks what a wheel of cake ships: one library, its symbols, its dependencies, its cubins,
-and its bill of materials.
+"""Checks what a wheel of cake ships: one library with all it needs, and its bill of materials.
 
     python ci/check_binary.py [--cpu-only] WHEEL
 
