@@ -281,7 +281,7 @@ def check_wheel(wheel: Path, cpu_only: bool) -> Report:
         )
         boms = sorted(Path(folder).glob("*.dist-info/sboms/*.cdx.json"))
         report.add(
-            "bill of materials",
+            "sbom",
             " ".join(b.name for b in boms) or "none",
             [] if boms else ["expected one in dist-info/sboms/, from cmake/sbom.cmake"],
         )

@@ -234,7 +234,7 @@ def test_wheel_without_library(tmp_path: Path) -> None:
         archive.writestr("cake/__init__.py", "")
     report = binary.check_wheel(wheel, cpu_only=True)
     failed = [line.split()[1] for line in report.lines if line.startswith("FAIL")]
-    assert failed == ["tag", "libraries"]
+    assert failed == ["tag", "libraries", "sbom"]
 
 
 FC1 = "_ZN4cake3fc114cake_fc1_sm100ILi8EEEvv"
