@@ -1,0 +1,35 @@
+#!/usr/bin/env bash
+# Builds the wheel of HEAD in two folders and compares: bash ci/reproduce.sh [--cpu-only]
+#
+# Both builds use the environment that ci/setup_env.sh makes. docs/release.md says what else has to
+# be equal. A difference is shown file by file.
+set -euo pipefail
+# shellcheck source=ci/setup_env.sh
+source "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"
+
+work="$(mktemp -d)"
+trap 'report_failure; rm -rf "$work"' EXIT
+export CAKE_VENV CCACHE_DISABLE=1
+
+for folder in one another-and-longer; do
+  step "Build in $folder" "See the step named above."
+  git clone -q "$ROOT" "$work/$folder"
+  git -C "$work/$folder" checkout -q "$(git -C "$ROOT" rev-parse HEAD)"
+  bash "$work/$folder/ci/build_wheel.sh" "$@"
+done
+
+step "Compare" "Files that differ are named above; docs/release.md has what made them so before."
+first=("$work"/one/dist/*.whl) second=("$work"/another-and-longer/dist/*.whl)
+if ! cmp "${first[0]}" "${second[0]}"; then
+  python - "${first[0]}" "${second[0]}" <<'PY'
+import sys
+from zipfile import ZipFile
+
+one, other = ({i.filename: i for i in ZipFile(name).infolist()} for name in sys.argv[1:])
+for name in sorted(one.keys() | other.keys()):
+    facts = [a.get(name) and (a[name].CRC, a[name].date_time, a[name].external_attr) for a in (one, other)]
+    facts[0] == facts[1] or print("  ", name, *facts)
+PY
+  exit 1
+fi
+note "$(sha256sum "${first[0]}" | cut -d' ' -f1)  $(basename "${first[0]}"), twice"
