@@ -9,12 +9,13 @@ source "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"
 
 work="$(mktemp -d)"
 trap 'report_failure; rm -rf "$work"' EXIT
+commit="$(git -C "$ROOT" rev-parse HEAD)"
 export CAKE_VENV CCACHE_DISABLE=1
 
 for folder in one another-and-longer; do
   step "Build in $folder" "See the step named above."
   git clone -q "$ROOT" "$work/$folder"
-  git -C "$work/$folder" checkout -q "$(git -C "$ROOT" rev-parse HEAD)"
+  git -C "$work/$folder" checkout -q "$commit"
   bash "$work/$folder/ci/build_wheel.sh" "$@"
 done
 
@@ -28,7 +29,8 @@ from zipfile import ZipFile
 one, other = ({i.filename: i for i in ZipFile(name).infolist()} for name in sys.argv[1:])
 for name in sorted(one.keys() | other.keys()):
     facts = [a.get(name) and (a[name].CRC, a[name].date_time, a[name].external_attr) for a in (one, other)]
-    facts[0] == facts[1] or print("  ", name, *facts)
+    if facts[0] != facts[1]:
+        print("  ", name, *facts)
 PY
   exit 1
 fi
