@@ -24,7 +24,7 @@ done
 step "Compare" "Files that differ are named above; docs/release.md has what made them so before."
 first=("$work"/first/*.whl) second=("$work"/second/*.whl)
 if ! cmp "${first[0]}" "${second[0]}"; then
-  python - "${first[0]}" "${second[0]}" <<'PY'
+  "$CAKE_VENV/bin/python" - "${first[0]}" "${second[0]}" <<'PY'
 import sys
 from zipfile import ZipFile
 
