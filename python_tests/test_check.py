@@ -46,7 +46,8 @@ def on_gpu(expected: Call, *, by_position: bool) -> Call:
 def test_stages_are_compared_in_the_order_of_the_gpu(
     expected: Call, capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    properties = SimpleNamespace(major=capability[0], multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     blackwell = capability[0] == 10
     check.compare_stages(on_gpu(expected, by_position=blackwell), expected)
     with pytest.raises(AssertionError, match="T=3: CodeComparison"):

@@ -276,7 +276,7 @@ def test_plot_draws_peers(tmp_path: Path) -> None:
     source, image = tmp_path / "a.json", tmp_path / "a.svg"
     source.write_text(json.dumps(report))
     assert main(["plot", str(source), "--output", str(image)]) == 0
-    assert "humming-kernels 0.1.20 (W4A16), a, random routing" in image.read_text()
+    assert "humming-kernels 0.1.20 (W4A16), random routing" in image.read_text()
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from cake.info import Subparsers
 
+ONLY = "cake"  # the label where no other file has to be told from this one
+
 
 def load(path: Path) -> dict[str, Any]:
     """Read a file of `cake bench`.
@@ -84,7 +86,8 @@ def curves(label: str, report: dict[str, Any], routing: str) -> list[Curve]:
         numerics = facts["numerics"].split(":")[0]
         timed = [(r, r["peers"].get(name, {})) for r in results]
         points = [(r, outcome["us"]) for r, outcome in timed if "us" in outcome]
-        found.append(curve(f"{facts['version']} ({numerics}), {label}", "s:", points))
+        of_file = "" if label == ONLY else f", {label}"
+        found.append(curve(f"{facts['version']} ({numerics}){of_file}", "s:", points))
     return found
 
 
@@ -128,7 +131,7 @@ def draw(reports: dict[str, dict[str, Any]], output: Path) -> None:
         axes.grid(True, alpha=0.3)
     times.set_yscale("log")
     times.set_ylabel("time of a call, us")
-    times.legend(fontsize=8)
+    times.legend(fontsize=8, loc="upper left")
     fractions.set_ylim(0, 1)
     fractions.set_ylabel("fraction of the floor")
     first = next(iter(reports.values()))
@@ -153,7 +156,8 @@ def add_command(commands: Subparsers) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run `cake plot`."""
-    reports = {path.stem: load(path) for path in arguments.files}
+    several = len(arguments.files) > 1
+    reports = {path.stem if several else ONLY: load(path) for path in arguments.files}
     draw(reports, arguments.output)
     print(arguments.output)
     return 0

@@ -35,8 +35,7 @@ class WorkCursor {
         range_(cta_range(pool.dealt(all_blocks_))),
         claim_(claim()) {}
 
-  // Waits neither for the tile that it looks up nor for the claim that it makes. After the end it
-  // may be called again.
+  // After the end it may be called again.
   __device__ __forceinline__ TileBlocks next() {
     if (range_.begin >= range_.end) {
       range_ = pool_.claimed(all_blocks_, claim_);
@@ -53,7 +52,8 @@ class WorkCursor {
   }
 
  private:
-  // The number of a claim. The answer comes from L2: ask early, use it late.
+  // The number of a claim. On sm_90 ptxas waits for it at once: it makes one atomic of those of a
+  // warp.
   __device__ __forceinline__ int32_t claim() const {
     return pool_.part == 0 ? 0 : atomicAdd(claims_, 1);
   }

@@ -100,7 +100,7 @@ __device__ __forceinline__ void load_thread(const Params& params, DecodeStorage&
     TileBlocks next{};
 #pragma unroll 1
     for (; use < end_use; ++use, ++index, ring.advance()) {
-      if (use + 1 == end_use) {  // looked up while this block waits for its stage
+      if (use + 1 == end_use) {
         next = cursor.next();
       }
       DecodeStorage::Stage& stage = shared.stages[ring.stage];

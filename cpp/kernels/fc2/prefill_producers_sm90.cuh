@@ -27,7 +27,7 @@ class PrefillCursor {
         num_blocks_(params.num_blocks),
         tile_(static_cast<int32_t>(blockIdx.x)) {}
 
-  // Waits for nothing. After the end it may be called again.
+  // After the end it may be called again.
   __device__ __forceinline__ TileBlocks next() {
     if (num_tiles_ <= Prefill::kMostTilesCut) {
       return cursor_.next();

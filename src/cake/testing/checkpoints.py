@@ -1,9 +1,10 @@
-"""Small NVFP4 checkpoints with the files, names, dtypes and shapes of published ones."""
+"""NVFP4 checkpoints, mostly small, with the files, names, dtypes and shapes of published ones."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Sequence
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Literal
 
@@ -97,7 +98,8 @@ def write_checkpoint(
     """Write a checkpoint: safetensors files, index and config.json.
 
     Experts hold the same values in all families and formats of one seed. Attention, norms, router
-    and shared experts lie beside them, and a dense layer 0, all in bfloat16.
+    and shared experts lie beside them, and a dense layer 0, all in bfloat16. One file is in memory
+    at a time.
 
     Parameters
     ----------
@@ -134,7 +136,18 @@ def write_checkpoint(
         value = torch.tensor(encoding, dtype=torch.float32)
         return value.reshape(1) if format == "compressed-tensors" else 1.0 / value
 
-    tensors = {f"{prefix}embed_tokens.weight": bf16(64, hidden)}
+    @lru_cache(maxsize=1)
+    def expert_tensors(layer: int, expert: int) -> tuple[tuple[Tensor, Tensor, float, float], ...]:
+        return make_expert_tensors(expert, layer, seed, hidden, intermediate_full)
+
+    def expert_tensor(layer: int, expert: int, projection: int, kind: int) -> Tensor:
+        codes, scales, weight, activation = expert_tensors(layer, expert)[projection]
+        if format == "mxfp4":  # a power of two for 32 elements
+            scales = scales[:, ::2].contiguous().view(torch.uint8)
+        return (codes, scales, scalar(weight), scalar(activation))[kind]
+
+    tensors: dict[str, Tensor | Callable[[], Tensor]] = {}  # those of experts are made when written
+    tensors[f"{prefix}embed_tokens.weight"] = bf16(64, hidden)
     for name in ("gate_proj", "up_proj"):
         tensors[f"{prefix}layers.0.mlp.{name}.weight"] = bf16(2 * hidden, hidden)
     tensors[f"{prefix}layers.0.mlp.down_proj.weight"] = bf16(hidden, 2 * hidden)
@@ -145,29 +158,29 @@ def write_checkpoint(
         tensors[f"{base}{block}.gate.weight"] = bf16(num_experts, hidden)
         tensors[f"{base}{block}.gate.e_score_correction_bias"] = bf16(num_experts).float()
         for expert in range(num_experts):
-            values = make_expert_tensors(expert, layer, seed, hidden, intermediate_full)
-            for name, (codes, scales, weight, activation) in zip(projections, values, strict=True):
-                if format == "mxfp4":  # a power of two for 32 elements
-                    scales = scales[:, ::2].contiguous().view(torch.uint8)
-                stored = (codes, scales, scalar(weight), scalar(activation))
-                for kind, tensor in zip(kinds, stored, strict=False):
+            for i, name in enumerate(projections):
+                for j, kind in enumerate(kinds):
                     if not kind.startswith("input") or expert not in missing_input_scales:
-                        tensors[f"{base}{block}.experts.{expert}.{name}.{kind}"] = tensor
+                        tensors[f"{base}{block}.experts.{expert}.{name}.{kind}"] = partial(
+                            expert_tensor, layer, expert, i, j
+                        )
         tensors[f"{base}{block}.shared_experts.up_proj.weight"] = bf16(hidden, hidden)
     tensors[f"{prefix}norm.weight"] = bf16(hidden)
     tensors["lm_head.weight"] = bf16(64, hidden)
 
     names = list(tensors)
     weight_map = {}
+    size = 0
     for i in range(shards):
         file = (
             f"model-{i + 1:05d}-of-{shards:05d}.safetensors" if shards > 1 else "model.safetensors"
         )
         part = names[i * len(names) // shards : (i + 1) * len(names) // shards]
-        save_file({name: tensors[name] for name in part}, path / file, {"format": "pt"})
+        made = {n: t if isinstance(t := tensors[n], Tensor) else t() for n in part}
+        save_file(made, path / file, {"format": "pt"})
+        size += sum(tensor.nbytes for tensor in made.values())
         weight_map.update(dict.fromkeys(part, file))
     if shards > 1:
-        size = sum(tensor.nbytes for tensor in tensors.values())
         index = {"metadata": {"total_size": size}, "weight_map": weight_map}
         (path / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
     sizes = {"num_experts": num_experts, "hidden_size": hidden}
