@@ -146,6 +146,7 @@ def test_scales_of_every_shape_reach_the_prepared_weights(shape, ratio):
     assert got[kept.repeat_interleave(PART, 1)].equal(true[kept.repeat_interleave(PART, 1)])
 
 
+@pytest.mark.filterwarnings("ignore:expert 2. .* block scales became zero")
 def test_divisors_in_place_of_multipliers_are_flagged():
     """The reciprocal of amax / 2688 decodes to weights thousands of times too large."""
     tensors = make_layer()
