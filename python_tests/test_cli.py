@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import cake
+from cake import info
 from cake.cli import main
 
 
@@ -33,6 +34,16 @@ def test_info_prints_build_devices_and_support(capsys: pytest.CaptureFixture[str
     ):
         assert expected in text
     assert f"{torch.ops.cake.workspace_size(64):,}" in text
+
+
+def test_info_names_the_oldest_driver(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["info", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    compiler = cake.build_info()["cuda_compiler"]
+    assert facts["oldest_driver"] == ("580" if compiler else None)
+    assert info.oldest_driver("nvcc 13.0.88") == "580" and info.oldest_driver("") is None
+    assert main(["info"]) == 0
+    assert ("a GPU needs 580 or newer" in capsys.readouterr().out) == bool(compiler)
 
 
 def test_info_json_adds_up(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from cake import quantize as qz
 from cake.modelopt import prepare_modelopt_layer, unify_gate_up
-from cake.weights import unprepare
+from cake.weights import PreparedWeights, prepare_quantized_expert, unprepare
 
 E, H, FULL, PART = 4, 128, 512, 64  # PART is one of eight ranks
 FAMILIES = {
@@ -110,6 +110,49 @@ def test_unequal_gate_and_up_scales_keep_both_halves(ratio):
                 assert ((half - true).abs() <= bound).all()
                 changed |= not half.equal(true)
     assert changed
+
+
+@pytest.mark.parametrize("ratio", [0.1, 0.7, 1.0, 2.3, 10.0])
+@pytest.mark.parametrize("shape", [(E,), (E, 1), (E, 2)])
+def test_scales_of_every_shape_reach_the_prepared_weights(shape, ratio):
+    """Stacked scales, as fused checkpoints have them, through unify and preparation."""
+    rng = torch.Generator().manual_seed(5)
+    codes = torch.randint(0, 256, (E, 2 * PART, H // 2), dtype=torch.uint8, generator=rng)
+    sf = torch.randint(0x28, 0x7F, (E, 2 * PART, H // 16), dtype=torch.uint8, generator=rng)
+    codes2, sf2 = torch.zeros(H, PART // 2).byte(), torch.zeros(H, PART // 16).byte()
+    up = torch.tensor([1e-3, 2e-3, 3e-4, 5e-3])
+    halves = torch.stack((up, up * ratio if shape[1:] == (2,) else up), 1)
+    new_sf, scale = unify_gate_up(sf, halves if shape[1:] == (2,) else up.reshape(shape))
+    out = PreparedWeights.empty(E, H, PART)
+    for e in range(E):
+        prepare_quantized_expert(
+            out,
+            e,
+            codes[e],
+            new_sf[e],
+            codes2,
+            sf2,
+            w13_order="up_gate",
+            w13_scale=scale[e],
+            w2_scale=1.0,
+        )
+    got = unprepare(out).dequantize()[0]
+    per_row = halves.repeat_interleave(PART, 1)[..., None]
+    true = qz.dequantize(codes, sf, per_row)
+    # Relative rounding of a normal E4M3 number, or of a subnormal one with the largest code.
+    bound = torch.maximum(true.abs() / 16, 6 * 2.0**-10 * scale[:, None, None]) * (1 + 1e-5)
+    assert ((got - true).abs() <= bound).all()
+    kept = halves == scale[:, None]
+    assert got[kept.repeat_interleave(PART, 1)].equal(true[kept.repeat_interleave(PART, 1)])
+
+
+@pytest.mark.filterwarnings("ignore:expert 2. .* block scales became zero")
+def test_divisors_in_place_of_multipliers_are_flagged():
+    """The reciprocal of amax / 2688 decodes to weights thousands of times too large."""
+    tensors = make_layer()
+    tensors[UP + "weight_scale_2"] = 1 / tensors[UP + "weight_scale_2"]
+    with pytest.warns(UserWarning, match=re.escape(f"{UP}weight_scale_2: ") + ".*divisor"):
+        prepare_modelopt_layer(tensors, tp_rank=0)
 
 
 def test_power_of_two_ratio_is_exact():

@@ -40,6 +40,16 @@ def driver_version() -> str | None:
     return found.group(1) if found else None
 
 
+# The oldest branch of NVIDIA's driver that runs code of a major CUDA release.
+_OLDEST_DRIVERS = {"13": "580"}
+
+
+def oldest_driver(cuda_compiler: str) -> str | None:
+    """Return the oldest driver branch for what "nvcc 13.0.88" compiled; None without CUDA."""
+    major = cuda_compiler.removeprefix("nvcc ").partition(".")[0]
+    return _OLDEST_DRIVERS.get(major)
+
+
 def _devices() -> list[dict[str, Any]]:
     supported, reason = support.is_supported("cpu")
     devices: list[dict[str, Any]] = [
@@ -68,13 +78,15 @@ def _devices() -> list[dict[str, Any]]:
 
 def collect() -> dict[str, Any]:
     """Return what `cake info --json` prints: the build, the software around it, the devices."""
+    build = _library.build_info()
     return {
-        "cake": _library.build_info(),
+        "cake": build,
         "library": str(_library.library_path()),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "torch_cuda": torch.version.cuda,
         "driver": driver_version(),
+        "oldest_driver": oldest_driver(build["cuda_compiler"]),
         "devices": _devices(),
     }
 
@@ -129,13 +141,15 @@ def _plan_gpu(devices: list[dict[str, Any]]) -> tuple[int, int]:
 def _print_info(facts: dict[str, Any]) -> None:
     build = facts["cake"]
     state = {True: " with local changes", False: "", None: ""}[build["dirty"]]
+    oldest = facts["oldest_driver"]
+    needed = f" (a GPU needs {oldest} or newer)" if oldest else ""
     rows = [
         ("cake", f"{build['version']}, commit {build['commit']}{state}"),
         ("library", facts["library"]),
         ("compilers", f"{build['cxx_compiler']}, {build['cuda_compiler'] or 'no CUDA'}"),
         ("CUDA code for", ", ".join(build["cuda_architectures"]) or "nothing (CPU only)"),
         ("Python, torch", f"{facts['python']}, {facts['torch']} (CUDA {facts['torch_cuda']})"),
-        ("NVIDIA driver", facts["driver"] or "none"),
+        ("NVIDIA driver", (facts["driver"] or "none") + needed),
     ]
     for device in facts["devices"]:
         mark = "supported" if device["supported"] else "not supported"

@@ -123,7 +123,7 @@ def prepare_modelopt_layer(
     -----
     UserWarning
         If gate and up have different ``weight_scale_2`` and a block scale became zero by it, see
-        :func:`unify_gate_up`.
+        :func:`unify_gate_up`; or if a ``weight_scale_2`` is above 1, so that it may be a divisor.
     """
     if not 0 <= tp_rank < tp_size:
         raise ValueError(f"tp_rank: expected 0 .. {tp_size - 1}, got {tp_rank}")
@@ -139,6 +139,13 @@ def prepare_modelopt_layer(
     weight_scale = {
         key: _scalar(tensors, names, key) for key in expert_keys(experts, "weight_scale_2")
     }
+    largest = max(weight_scale, key=weight_scale.__getitem__)
+    if weight_scale[largest] > 1:  # of weights that reach 2688
+        warnings.warn(
+            f"{names[largest]}: expected a multiplier, amax / 2688 of the weights, got "
+            f"{weight_scale[largest]:g}; a divisor (2688 / amax) must be inverted first",
+            stacklevel=2,
+        )
 
     first_name = names[0, "gate", "weight"]
     first = tensors[first_name]
