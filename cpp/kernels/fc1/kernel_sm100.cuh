@@ -36,11 +36,11 @@
 #include "common/pipeline.cuh"
 #include "common/swizzled_storage.cuh"
 #include "common/tcgen05_layout.h"
+#include "common/tensor_memory.cuh"
 #include "fc1/config_sm100.cuh"
 #include "fc1/epilogue_sm100.cuh"
 #include "fc1/params.h"
 #include "fc1/token_warps_sm100.cuh"
-#include "ptx/barrier.cuh"
 #include "ptx/bulk_copy.cuh"
 #include "ptx/elect.cuh"
 #include "ptx/mbarrier.cuh"
@@ -203,8 +203,7 @@ __global__ void __launch_bounds__(Sm100<kN>::kThreads + model::kEngineThreads, 1
   const auto warp = static_cast<int32_t>(threadIdx.x / 32);
   const auto lane = static_cast<int32_t>(threadIdx.x % 32);
   if (warp == Config::kMmaWarp) {
-    ptx::tcgen05_alloc<tcgen05::kColumns>(ptx::shared_address(&shared.tensor_memory));
-    ptx::tcgen05_relinquish_alloc_permit();
+    allocate_tensor_memory(shared.tensor_memory);
   }
   if (threadIdx.x == 0) {
     ptx::prefetch_tensormap(w13_map);
@@ -219,10 +218,7 @@ __global__ void __launch_bounds__(Sm100<kN>::kThreads + model::kEngineThreads, 1
     }
     ptx::fence_mbarrier_init();
   }
-  __syncwarp();
-  ptx::tcgen05_fence_before_thread_sync();
-  ptx::bar_sync(1, Config::kThreads);
-  ptx::tcgen05_fence_after_thread_sync();
+  sync_tensor_memory(Config::kThreads);
   const uint32_t tensor_memory = shared.tensor_memory;
   if (!model::planted(PlantedBug::kEarlyDependentRead)) {
     ptx::griddepcontrol_wait();
@@ -240,10 +236,7 @@ __global__ void __launch_bounds__(Sm100<kN>::kThreads + model::kEngineThreads, 1
       multiply<kN>(shared, items, tensor_memory);
     }
   }
-  __syncwarp();
-  ptx::tcgen05_fence_before_thread_sync();
-  ptx::bar_sync(1, Config::kThreads);
-  ptx::tcgen05_fence_after_thread_sync();
+  sync_tensor_memory(Config::kThreads);
   if (warp == Config::kMmaWarp && !model::planted(PlantedBug::kMissingDealloc)) {
     ptx::tcgen05_dealloc<tcgen05::kColumns>(tensor_memory);
   }

@@ -43,11 +43,11 @@
 
 #include "common/model.cuh"
 #include "common/swizzled_storage.cuh"
+#include "common/tensor_memory.cuh"
 #include "fc2/config_sm100.cuh"
 #include "fc2/epilogue_sm100.cuh"
 #include "fc2/mainloop_sm100.cuh"
 #include "fc2/params.h"
-#include "ptx/barrier.cuh"
 #include "ptx/elect.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/pdl.cuh"
@@ -94,17 +94,13 @@ __global__ void __launch_bounds__(Sm100<kN>::kThreads + model::kEngineThreads, 1
   const auto warp = static_cast<int32_t>(threadIdx.x / 32);
   const auto lane = static_cast<int32_t>(threadIdx.x % 32);
   if (warp == Config::kMmaWarp) {
-    ptx::tcgen05_alloc<tcgen05::kColumns>(ptx::shared_address(&shared.tensor_memory));
-    ptx::tcgen05_relinquish_alloc_permit();
+    allocate_tensor_memory(shared.tensor_memory);
   } else if (warp == Config::kLoadWarp && lane == 0) {
     ptx::prefetch_tensormap(w2_map);
     ptx::prefetch_tensormap(input_map);
     init_barriers(shared);
   }
-  __syncwarp();
-  ptx::tcgen05_fence_before_thread_sync();
-  ptx::bar_sync(1, Config::kThreads);
-  ptx::tcgen05_fence_after_thread_sync();
+  sync_tensor_memory(Config::kThreads);
   const uint32_t tensor_memory = shared.tensor_memory;
   ptx::griddepcontrol_launch_dependents();
   if (warp < Config::kEpilogueWarps) {
@@ -118,10 +114,7 @@ __global__ void __launch_bounds__(Sm100<kN>::kThreads + model::kEngineThreads, 1
       multiply(shared, tensor_memory);
     }
   }
-  __syncwarp();
-  ptx::tcgen05_fence_before_thread_sync();
-  ptx::bar_sync(1, Config::kThreads);
-  ptx::tcgen05_fence_after_thread_sync();
+  sync_tensor_memory(Config::kThreads);
   if (warp == Config::kMmaWarp && !model::planted(PlantedBug::kMissingDealloc)) {
     ptx::tcgen05_dealloc<tcgen05::kColumns>(tensor_memory);
   }
