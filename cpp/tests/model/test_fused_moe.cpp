@@ -230,7 +230,7 @@ INSTANTIATE_TEST_SUITE_P(
                       Case{"one_expert", 16, one_expert_batch},
                       Case{"one_expert", 64, one_expert_batch},
                       Case{"sixteen_experts", 300, sixteen_experts_batch},
-                      // tiles of up to 128 pairs, the output columns in two parts
+                      // tiles of up to 128 pairs, the output columns in four parts
                       Case{"sparse", 2049, sparse_batch}),
     [](const auto& info) {
       return info.param.routing + ("_T" + std::to_string(info.param.num_tokens));
