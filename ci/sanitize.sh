@@ -12,6 +12,7 @@
 #    129  decode kernels, a cluster routes; input rows that are not aligned to 16 bytes
 #    360  prefill kernels
 #   2049  prefill kernels, FC2 in two parts
+#   5505  prefill kernels, FC1 with tiles of up to 176 pairs, FC2 in three parts
 #
 #   compute capability 10: one kernel a stage for each size of tiles
 #      3  up to 8 pairs, one CTA routes
@@ -33,7 +34,8 @@ set -euo pipefail
 TOOLS=(memcheck racecheck synccheck initcheck)
 # T; kernels, pairs of a tile and parts of FC2 that it is there for; elements between input rows.
 # shellcheck disable=SC2034  # chosen by name below
-CASES_9=("3 decode 8 1 0" "129 decode 8 1 1" "360 prefill 88 1 0" "2049 prefill 88 2 0")
+CASES_9=("3 decode 8 1 0" "129 decode 8 1 1" "360 prefill 88 1 0" "2049 prefill 88 2 0"
+  "5505 prefill 176 3 0")
 # shellcheck disable=SC2034
 CASES_10=("3 sm100 8 1 0" "16 sm100 16 1 0" "24 sm100 32 1 0" "129 sm100 64 1 1"
   "2049 sm100 128 4 0")

@@ -22,7 +22,7 @@ pytestmark = NEEDS_GPU
 POOLED = (8, 16, 32, 64, 128, 256, 512, 1024)
 # Around every change of kernels, and counts that no tile size divides.
 TOKENS = (1, 2, 5, 7, 9, 31, 63, 65, 127, 129, 255, 257, 303, 304, 305, 511, 513, 641, 1023)
-LARGE = (1025, 2047, 2048, 2049, 3000, 4097)
+LARGE = (1025, 2047, 2048, 2049, 3000, 4097, 5504, 5505)
 
 
 def run(layer: Layer, batch: Batch) -> Tensor:

@@ -47,7 +47,7 @@ def sanitize(
 @pytest.mark.parametrize(
     ("major", "plans"),
     [
-        (9, {("decode", 8), ("prefill", 88)}),
+        (9, {("decode", 8), ("prefill", 88), ("prefill", 176)}),
         (10, {("sm100", size) for size in (8, 16, 32, 64, 128)}),
     ],
 )

@@ -46,9 +46,13 @@ Status find_gpu(int32_t index, Gpu* gpu) {
 
 Status prepare(void* workspace, int32_t num_tokens, void* stream) {
   CAKE_RETURN_IF_ERROR(check_not_capturing(stream));
+  int32_t index = 0;
+  CAKE_RETURN_IF_ERROR(cuda_status(cudaGetDevice(&index), "cudaGetDevice"));
+  Gpu gpu{};
+  CAKE_RETURN_IF_ERROR(find_gpu(index, &gpu));
   CAKE_RETURN_IF_ERROR(load_route_quantize());
-  CAKE_RETURN_IF_ERROR(load_fc1());
-  CAKE_RETURN_IF_ERROR(load_fc2());
+  CAKE_RETURN_IF_ERROR(load_fc1(gpu.architecture));
+  CAKE_RETURN_IF_ERROR(load_fc2(gpu.architecture));
   CAKE_RETURN_IF_ERROR(load_finalize());
   const WorkspacePointers w(workspace, Workspace(kShape, num_tokens));
   CAKE_RETURN_IF_ERROR(launch_fill(w.situ_beta, kShape.num_experts, kDefaultSituBeta, stream));
@@ -79,6 +83,7 @@ Status fused_moe(const Arguments& a) {
                                               .packed = w.input_packed,
                                               .sf = w.input_sf,
                                               .halves = halves,
+                                              .num_sms = gpu.num_sms,
                                               .stream = a.stream}));
   CAKE_RETURN_IF_ERROR(launch_fc1(
       {.w13 = static_cast<const uint8_t*>(a.w13),
@@ -113,6 +118,7 @@ Status fused_moe(const Arguments& a) {
                                      .first_block = first,
                                      .num_blocks = blocks,
                                      .num_pairs = a.num_tokens * kShape.top_k,
+                                     .tile_parts = plan.fc2_tile_parts,
                                      .pool = plan.fc2_pool,
                                      .work_counter = w.work_counter},
                                     plan, a.stream));

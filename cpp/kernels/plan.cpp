@@ -11,6 +11,8 @@ namespace {
 
 // Measured on an H200 (docs/performance.md).
 constexpr int32_t kMostDecodeTokens = 304;
+// Above, most experts have more than 88 pairs: FC1 takes up to 176 at a time, FC2 half of a tile.
+constexpr int32_t kMostNarrowTokens = 5504;
 
 // Most pairs of a tile on sm_100, where it costs only shared memory: the matrix instructions have
 // as many columns as the tile has pairs. A stage holds 18 KB of weights and 128 bytes for each of
@@ -77,13 +79,18 @@ Plan make_plan(int32_t num_tokens, const Gpu& gpu, bool batch_invariant) {
             .tile_pairs = sm100_tile_pairs(num_tokens),
             .num_ctas = gpu.num_sms,
             .fc2_blocks = fc2_blocks_per_part(kKimiK3, num_tokens, sm100_part_bytes(num_tokens)),
+            .fc2_tile_parts = 1,
             .fc2_pool = fc2_pool(num_tokens, gpu)};
   }
   const bool decode = num_tokens <= kMostDecodeTokens && !batch_invariant;
+  const bool wide = num_tokens > kMostNarrowTokens;
   return {.kernels = decode ? Kernels::kDecode : Kernels::kPrefill,
-          .tile_pairs = decode ? kDecodeTilePairs : kPrefillTilePairs,
+          .tile_pairs = decode ? kDecodeTilePairs
+                        : wide ? kWidePrefillTilePairs
+                               : kPrefillTilePairs,
           .num_ctas = gpu.num_sms,
           .fc2_blocks = fc2_blocks_per_part(kKimiK3, num_tokens, kFc2RowsBytes),
+          .fc2_tile_parts = wide ? 2 : 1,
           .fc2_pool = fc2_pool(num_tokens, gpu)};
 }
 

@@ -11,17 +11,31 @@ namespace {
 constexpr Gpu kH200{Architecture::kSm90, 132};
 constexpr Gpu kB200{Architecture::kSm100, 148};
 
-TEST(Plan, ChangesKernelsOnceAsTokensGrow) {
+// Tiles of FC1 hold a whole number of items of FC2.
+void expect_prefill_tiles(const Plan& plan, int32_t tokens) {
+  ASSERT_EQ(plan.kernels, Kernels::kPrefill) << tokens;
+  ASSERT_EQ(plan.tile_pairs, plan.fc2_tile_parts * kPrefillTilePairs) << tokens;
+}
+
+TEST(Plan, ChangesKernelsOnceAsTokensGrowAndThenTheSizeOfTiles) {
   int changes = 0;
+  int widened = 0;
   for (int32_t tokens = 1; tokens <= kMaxTokens; ++tokens) {
     const Plan plan = make_plan(tokens, kH200, false);
-    EXPECT_EQ(plan.tile_pairs,
-              plan.kernels == Kernels::kDecode ? kDecodeTilePairs : kPrefillTilePairs);
     EXPECT_EQ(plan.num_ctas, 132);
-    changes += tokens > 1 && plan.kernels != make_plan(tokens - 1, kH200, false).kernels;
+    if (plan.kernels == Kernels::kDecode) {
+      EXPECT_EQ(plan.tile_pairs, kDecodeTilePairs);
+    } else {
+      expect_prefill_tiles(plan, tokens);
+    }
+    const Plan before = make_plan(std::max(tokens - 1, 1), kH200, false);
+    changes += plan.kernels != before.kernels;
+    widened += plan.fc2_tile_parts > before.fc2_tile_parts;
   }
   EXPECT_EQ(make_plan(1, kH200, false).kernels, Kernels::kDecode);
   EXPECT_EQ(changes, 1);
+  EXPECT_EQ(widened, 1);
+  EXPECT_EQ(make_plan(kChunkTokens, kH200, false).tile_pairs, kWidePrefillTilePairs);
 }
 
 TEST(Plan, EveryRegionHoldsWhatItsKernelsWrite) {
@@ -49,9 +63,7 @@ TEST(Plan, EveryRegionHoldsWhatItsKernelsWrite) {
 
 TEST(Plan, BatchInvarianceTakesTheSameKernelsAtEveryTokenCount) {
   for (int32_t tokens = 1; tokens <= kMaxTokens; ++tokens) {
-    const Plan plan = make_plan(tokens, kH200, true);
-    ASSERT_EQ(plan.kernels, Kernels::kPrefill) << tokens;
-    ASSERT_EQ(plan.tile_pairs, kPrefillTilePairs) << tokens;
+    expect_prefill_tiles(make_plan(tokens, kH200, true), tokens);
   }
 }
 

@@ -1,8 +1,9 @@
 // The matrix product that FC1 and FC2 share for many pairs per expert, sm_90a: prepared weight rows
-// x up to 88 pairs of one expert on warpgroup MMA. Four MMA warpgroups have 64 weight rows each:
-// codes from shared memory to registers, dequantized there, times the pairs' rows, which lie in
-// shared memory as half. Sixteen warps that dequantize keep the issue slots busy while some of them
-// wait for their wgmmas.
+// x the pairs of one expert on warpgroup MMA. Each MMA warpgroup has 64 weight rows: codes from
+// shared memory to registers, dequantized there, times the pairs' rows, which lie in shared memory
+// as half. Twelve or sixteen warps that dequantize keep the issue slots busy while some of them
+// wait for their wgmmas. N may exceed the pairs that were loaded: what is left in those rows of
+// shared memory gives sums that nobody stores.
 //
 // K goes in units of 128 columns. Within a unit, thread t of a quad owns columns 32t .. 32t + 31
 // (16 bytes, two scales) of its weight rows; word v of these is taken through k steps 2v and 2v +
@@ -10,7 +11,7 @@
 // are put at the same positions, so the order cancels: in 16-byte chunk 4v + i of a unit lie, for t
 // = 0 .. 3, elements i and i + 4 of columns 32t + 8v .. 32t + 8v + 7.
 //
-// Which prepared row a lane has is free, since A comes from registers: see mma_row.
+// Which prepared row a lane has is free, since A comes from registers: see LaneRow.
 #pragma once
 
 #include <cstdint>
@@ -20,32 +21,48 @@
 
 namespace cake::grouped_mma {
 
-inline constexpr int kTilePairs = 88;  // most pairs of a tile: 44 sums of a thread
-inline constexpr int kPairRegisters = (kTilePairs + 31) / 32;  // a warp's pair ids, 32 in each
-static_assert(kTilePairs == ptx::kWgmmaMostColumns);
-inline constexpr int kWarpgroups = 4;
-inline constexpr int kMmaWarps = 4 * kWarpgroups;
 inline constexpr int kWarpgroupRows = 64;
+inline constexpr int kLoadWarps = 4;  // those that do not multiply
 
 inline constexpr int kUnitColumns = 128;
-inline constexpr int kScaleBlockBytes = 512;              // 128 rows x 4 scales
-inline constexpr int kPairBlockBytes = kTilePairs * 128;  // 64 columns as half
-static_assert(kPairBlockBytes % 1024 == 0, "a block must keep the swizzle's alignment");
+inline constexpr int kScaleBlockBytes = 512;  // 128 rows x 4 scales
 
-// One unit of the tile's pairs: half, rows of 128 bytes, chunk c of row n at c ^ (n % 8).
-struct PairUnit {
-  uint8_t blocks[2][kPairBlockBytes];
+// Tiles of up to kPairs pairs, whose sums take kPairs / 2 registers of each thread of the
+// kWarpgroups MMA warpgroups; N goes in steps of kColumnStep.
+template <int kPairs, int kGroups, int kStep>
+struct Shape {
+  static constexpr int kTilePairs = kPairs;
+  static constexpr int kPairRegisters = (kPairs + 31) / 32;  // a warp's pair ids, 32 in each
+  static constexpr int kColumnStep = kStep;
+  static constexpr int kWarpgroups = kGroups;
+  static constexpr int kMmaWarps = 4 * kGroups;
+  static constexpr int kThreads = (kMmaWarps + kLoadWarps) * 32;
+  static_assert(kPairs % kStep == 0 && kPairs <= ptx::kWgmmaMostColumns);
+
+  // Registers of a thread at launch, which are then moved to the MMA warpgroups. Together they must
+  // not exceed the launch's: the CTA would wait for ever.
+  static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
+  static constexpr int kLoadRegisters = kGroups == 4 ? 64 : 56;
+  static constexpr int kMmaRegisters = kGroups == 4 ? 104 : 152;
+  static_assert(kMmaWarps * kMmaRegisters + kLoadWarps * kLoadRegisters <=
+                    (kMmaWarps + kLoadWarps) * kLaunchRegisters,
+                "too many registers");
 };
 
-// Registers of a thread: 96 at launch (20 warps), then moved to the MMA warpgroups. Together they
-// must not exceed the launch's: the CTA would wait for ever.
-inline constexpr int kOtherWarps = 4;
-inline constexpr int kThreads = (kMmaWarps + kOtherWarps) * 32;
-inline constexpr int kMmaRegisters = 104;
-inline constexpr int kOtherRegisters = 64;
-static_assert(kMmaWarps * kMmaRegisters + kOtherWarps * kOtherRegisters <=
-                  (kMmaWarps + kOtherWarps) * 96,
-              "too many registers");
+// Four warpgroups fill the issue slots while they dequantize for few pairs, but leave registers for
+// 88 pairs only.
+using Narrow = Shape<88, 4, 8>;
+// An expert with more pairs is dequantized once instead of twice.
+using Wide = Shape<176, 3, 16>;
+
+inline constexpr int kPairRowBytes = 128;  // 64 columns as half
+
+// One unit of the tile's pairs: half, rows of 128 bytes, chunk c of row n at c ^ (n % 8).
+template <int kPairs>
+struct PairUnit {
+  uint8_t blocks[2][kPairs * kPairRowBytes];
+  static_assert(kPairs * kPairRowBytes % 1024 == 0, "a block must keep the swizzle's alignment");
+};
 
 // A lane's first MMA row within the 16 of its warp is prepared row 16a + r of the 32 rows that two
 // warps share, the second one is 8 below. These are up and gate of feature 2r + a in FC1, outputs
@@ -74,10 +91,11 @@ struct Fragments {
 };
 
 // Dequantizes a unit and starts its wgmmas, as one group; with kFirst they set the sums instead of
-// adding to them. `pairs`: shared address of the PairUnit.
-template <int N, bool kFirst = false>
+// adding to them. `pairs`: shared address of the PairUnit of two pairs for each sum of a thread.
+template <int N, bool kFirst = false, int kSums>
 __device__ __forceinline__ void multiply_unit(const RawUnit& raw, uint32_t pairs,
-                                              Fragments& fragments, float (&sums)[kTilePairs / 2]) {
+                                              Fragments& fragments, float (&sums)[kSums]) {
+  constexpr int kBlockBytes = 2 * kSums * kPairRowBytes;
   const ScalePair low_scales = scale_pair(raw.scales[0]);
   const ScalePair high_scales = scale_pair(raw.scales[1]);
   const uint32_t low_words[4] = {raw.codes[0].x, raw.codes[0].y, raw.codes[0].z, raw.codes[0].w};
@@ -97,11 +115,11 @@ __device__ __forceinline__ void multiply_unit(const RawUnit& raw, uint32_t pairs
       step[3] = high[2 * i + 1];
     }
   }
+  const uint64_t first_step = ptx::wgmma_descriptor_swizzle128(pairs);
   ptx::wgmma_fence();
 #pragma unroll
   for (int s = 0; s < 8; ++s) {
-    const uint64_t descriptor =
-        ptx::wgmma_descriptor_swizzle128(pairs + s / 4 * kPairBlockBytes) + s % 4 * 2;
+    const uint64_t descriptor = first_step + (s / 4 * (kBlockBytes / 16) + s % 4 * 2);
     if (kFirst && s == 0) {
       ptx::wgmma_m64k16<N, false>(sums, fragments.step[s], descriptor);
     } else {
@@ -111,15 +129,16 @@ __device__ __forceinline__ void multiply_unit(const RawUnit& raw, uint32_t pairs
   ptx::wgmma_commit_group();
 }
 
-// Calls run.operator()<N>() with the smallest N that holds `count` pairs.
-template <int N = 8, class Run>
+// Calls run.operator()<N>() with the smallest N, a multiple of the shape's step, that holds `count`
+// pairs.
+template <class Shape, int N = Shape::kColumnStep, class Run>
 __device__ __forceinline__ void with_columns(int32_t count, const Run& run) {
-  if constexpr (N == kTilePairs) {
+  if constexpr (N == Shape::kTilePairs) {
     run.template operator()<N>();
   } else if (count <= N) {
     run.template operator()<N>();
   } else {
-    with_columns<N + 8>(count, run);
+    with_columns<Shape, N + Shape::kColumnStep>(count, run);
   }
 }
 

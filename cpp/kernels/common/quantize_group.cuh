@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "common/e2m1.cuh"
 #include "common/nvfp4.h"
 
 namespace cake {
@@ -12,38 +13,46 @@ struct QuantizedGroup {
   uint8_t sf;
 };
 
+// 16 BF16 values, two in a word, the first one in its low half.
+struct GroupWords {
+  uint32_t words[8];
+};
+
 // kAligned16: the group starts at a multiple of 16 bytes.
 template <bool kAligned16>
-__device__ __forceinline__ QuantizedGroup quantize_group(const uint16_t* source, float q) {
-  uint32_t words[8];  // two values each, low half first
+__device__ __forceinline__ GroupWords load_group(const uint16_t* source) {
+  GroupWords group;
   if constexpr (kAligned16) {
     const uint4 low = reinterpret_cast<const uint4*>(source)[0];
     const uint4 high = reinterpret_cast<const uint4*>(source)[1];
-    words[0] = low.x, words[1] = low.y, words[2] = low.z, words[3] = low.w;
-    words[4] = high.x, words[5] = high.y, words[6] = high.z, words[7] = high.w;
+    group = {{low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w}};
   } else {
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      words[i] = source[2 * i] | uint32_t{source[2 * i + 1]} << 16;
+      group.words[i] = source[2 * i] | uint32_t{source[2 * i + 1]} << 16;
     }
   }
+  return group;
+}
+
+__device__ __forceinline__ QuantizedGroup quantize_group(const GroupWords& group, float q) {
   float values[16];
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
-    values[2 * i] = bits_float(words[i] << 16);
-    values[2 * i + 1] = bits_float(words[i] & 0xFFFF0000u);
+    values[2 * i] = bits_float(group.words[i] << 16);
+    values[2 * i + 1] = bits_float(group.words[i] & 0xFFFF0000u);
   }
-  float amax = max_magnitude(values[0], values[0]);
+  float amax = fabsf(values[0]);
 #pragma unroll
   for (int i = 1; i < 16; ++i) {
-    amax = max_magnitude(amax, values[i]);
+    amax = fmaxf(amax, fabsf(values[i]));  // leaves NaN out
   }
   const BlockScale scale = block_scale_precise(amax, q);
   uint2 codes{0, 0};
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
-    codes.x |= encode_precise(values[i], scale) << (4 * i);
-    codes.y |= encode_precise(values[8 + i], scale) << (4 * i);
+    codes.x |= e2m1_encode_product(__fmul_rn(values[i], scale.multiplier)) << (4 * i);
+    codes.y |= e2m1_encode_product(__fmul_rn(values[8 + i], scale.multiplier)) << (4 * i);
   }
   return {codes, scale.sf};
 }

@@ -27,6 +27,7 @@
 #include "common/situ.cuh"
 #include "fc1/params.h"
 #include "ptx/bulk_copy.cuh"
+#include "ptx/elect.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/mma.cuh"
 #include "ptx/pdl.cuh"
@@ -339,7 +340,7 @@ __global__ void __launch_bounds__(Decode::kThreads, 1)
     MmaWarp(params, shared, range, warp, lane).run();
   } else if (warp == Decode::kMmaWarps) {
     epilogue_warp(params, shared, range, lane);
-  } else if (lane == 0) {
+  } else if (ptx::elect_sync()) {
     load_warp(params, shared, range);
   }
 #endif

@@ -25,22 +25,45 @@ Status launch_sm100(const fc1::Params& params, const Plan& plan, LaunchConfig wh
   });
 }
 
+template <class Shape>
+Status launch_prefill(const fc1::Params& params, LaunchConfig where) {
+  using Config = fc1::Prefill<Shape>;
+  where.block = dim3(Config::kThreads);
+  where.shared_bytes = sizeof(fc1::PrefillStorage<Config>);
+  CUtensorMap w13_map;
+  CAKE_RETURN_IF_ERROR(make_byte_map(params.w13, 2ull * kKimiK3.num_experts * Config::kIntermediate,
+                                     Config::kHidden / 2, Config::kRows, Config::kUnitBytes,
+                                     &w13_map));
+  return launch("cake_fc1_prefill_sm90", where, &fc1::cake_fc1_prefill_sm90<Shape>, params,
+                w13_map);
+}
+
+template <class Shape>
+Status load_prefill() {
+  return load_kernel("cake_fc1_prefill_sm90", &fc1::cake_fc1_prefill_sm90<Shape>,
+                     sizeof(fc1::PrefillStorage<fc1::Prefill<Shape>>));
+}
+
 }  // namespace
 
 static_assert(fc1::Decode::kTilePairs == kDecodeTilePairs);
-static_assert(grouped_mma::kTilePairs == kPrefillTilePairs);
+static_assert(grouped_mma::Narrow::kTilePairs == kPrefillTilePairs);
+static_assert(grouped_mma::Wide::kTilePairs == kWidePrefillTilePairs);
 
-Status load_fc1() {
+Status load_fc1(Architecture architecture) {
+  if (architecture == Architecture::kSm100) {
+    for (const int32_t tile_pairs : kSm100TilePairs) {
+      CAKE_RETURN_IF_ERROR(with_sm100_tile_pairs(tile_pairs, [&]<int kN>() {
+        return load_kernel("cake_fc1_sm100", &fc1::cake_fc1_sm100<kN>,
+                           sizeof(fc1::Sm100Storage<kN>));
+      }));
+    }
+    return {};
+  }
   CAKE_RETURN_IF_ERROR(
       load_kernel("cake_fc1_decode_sm90", &fc1::cake_fc1_decode_sm90, sizeof(fc1::DecodeStorage)));
-  CAKE_RETURN_IF_ERROR(load_kernel("cake_fc1_prefill_sm90", &fc1::cake_fc1_prefill_sm90,
-                                   sizeof(fc1::PrefillStorage)));
-  for (const int32_t tile_pairs : kSm100TilePairs) {
-    CAKE_RETURN_IF_ERROR(with_sm100_tile_pairs(tile_pairs, [&]<int kN>() {
-      return load_kernel("cake_fc1_sm100", &fc1::cake_fc1_sm100<kN>, sizeof(fc1::Sm100Storage<kN>));
-    }));
-  }
-  return {};
+  CAKE_RETURN_IF_ERROR(load_prefill<grouped_mma::Narrow>());
+  return load_prefill<grouped_mma::Wide>();
 }
 
 Status launch_fc1(const fc1::Params& params, const Plan& plan, void* stream) {
@@ -56,14 +79,8 @@ Status launch_fc1(const fc1::Params& params, const Plan& plan, void* stream) {
     where.shared_bytes = sizeof(fc1::DecodeStorage);
     return launch("cake_fc1_decode_sm90", where, &fc1::cake_fc1_decode_sm90, params);
   }
-  where.block = dim3(grouped_mma::kThreads);
-  where.shared_bytes = sizeof(fc1::PrefillStorage);
-  using fc1::Prefill;
-  CUtensorMap w13_map;
-  CAKE_RETURN_IF_ERROR(
-      make_byte_map(params.w13, 2ull * kKimiK3.num_experts * Prefill::kIntermediate,
-                    Prefill::kHidden / 2, Prefill::kRows, Prefill::kUnitBytes, &w13_map));
-  return launch("cake_fc1_prefill_sm90", where, &fc1::cake_fc1_prefill_sm90, params, w13_map);
+  return plan.tile_pairs == kPrefillTilePairs ? launch_prefill<grouped_mma::Narrow>(params, where)
+                                              : launch_prefill<grouped_mma::Wide>(params, where);
 }
 
 }  // namespace cake

@@ -35,6 +35,7 @@
 #include "common/work_pool.cuh"
 #include "fc2/params.h"
 #include "ptx/bulk_copy.cuh"
+#include "ptx/elect.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/mma.cuh"
 #include "ptx/pdl.cuh"
@@ -264,7 +265,7 @@ __global__ void __launch_bounds__(Decode::kThreads, 1)
   if (warp < Decode::kMmaWarps) {
     ptx::griddepcontrol_wait();
     mma_warp(params, shared, warp, lane);
-  } else if (lane == 0) {
+  } else if (ptx::elect_sync()) {
     load_thread(params, shared);
   }
 #endif

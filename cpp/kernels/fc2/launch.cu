@@ -34,23 +34,26 @@ Status launch_sm100(const fc2::Params& params, const Plan& plan, LaunchConfig wh
 }  // namespace
 
 static_assert(fc2::Decode::kTilePairs == kDecodeTilePairs);
-static_assert(grouped_mma::kTilePairs == kPrefillTilePairs);
+static_assert(fc2::Prefill::kTilePairs == kPrefillTilePairs);
 static_assert(kKimiK3.num_experts +
                       (1024 * kKimiK3.top_k - kKimiK3.num_experts) / kPrefillTilePairs <=
                   fc2::Prefill::kMostTilesCut,
               "a pooled call must claim whatever its routing");
 
-Status load_fc2() {
+Status load_fc2(Architecture architecture) {
+  if (architecture == Architecture::kSm100) {
+    for (const int32_t tile_pairs : kSm100TilePairs) {
+      CAKE_RETURN_IF_ERROR(with_sm100_tile_pairs(tile_pairs, [&]<int kN>() {
+        return load_kernel("cake_fc2_sm100", &fc2::cake_fc2_sm100<kN>,
+                           sizeof(fc2::Sm100Storage<kN>));
+      }));
+    }
+    return {};
+  }
   CAKE_RETURN_IF_ERROR(
       load_kernel("cake_fc2_decode_sm90", &fc2::cake_fc2_decode_sm90, sizeof(fc2::DecodeStorage)));
-  CAKE_RETURN_IF_ERROR(load_kernel("cake_fc2_prefill_sm90", &fc2::cake_fc2_prefill_sm90,
-                                   sizeof(fc2::PrefillStorage)));
-  for (const int32_t tile_pairs : kSm100TilePairs) {
-    CAKE_RETURN_IF_ERROR(with_sm100_tile_pairs(tile_pairs, [&]<int kN>() {
-      return load_kernel("cake_fc2_sm100", &fc2::cake_fc2_sm100<kN>, sizeof(fc2::Sm100Storage<kN>));
-    }));
-  }
-  return {};
+  return load_kernel("cake_fc2_prefill_sm90", &fc2::cake_fc2_prefill_sm90,
+                     sizeof(fc2::PrefillStorage));
 }
 
 Status launch_fc2(const fc2::Params& params, const Plan& plan, void* stream) {
@@ -66,7 +69,7 @@ Status launch_fc2(const fc2::Params& params, const Plan& plan, void* stream) {
     where.shared_bytes = sizeof(fc2::DecodeStorage);
     return launch("cake_fc2_decode_sm90", where, &fc2::cake_fc2_decode_sm90, params);
   }
-  where.block = dim3(grouped_mma::kThreads);
+  where.block = dim3(fc2::Prefill::kThreads);
   where.shared_bytes = sizeof(fc2::PrefillStorage);
   return launch("cake_fc2_prefill_sm90", where, &fc2::cake_fc2_prefill_sm90, params);
 }

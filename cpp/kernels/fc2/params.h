@@ -22,6 +22,7 @@ struct Params {
   int32_t first_block;  // blocks of 128 output columns: first_block .. + num_blocks - 1
   int32_t num_blocks;
   int32_t num_pairs;      // P
+  int32_t tile_parts;     // items of a tile, for the prefill kernel
   WorkPool pool;          // of blocks, for common/work_pool.cuh
   int32_t* work_counter;  // [1], 0 before the launch; null without a pool
 };

@@ -8,7 +8,7 @@
 
 namespace cake::fc2 {
 
-struct Prefill {
+struct Prefill : grouped_mma::Narrow {
   static constexpr int kHidden = 3584;
   static constexpr int kIntermediate = 384;
   static constexpr int kRowBytes = kIntermediate / 2;
@@ -25,7 +25,7 @@ struct Prefill {
   static constexpr int kScaleBytes = kBlockRows * kIntermediate / 16;
 };
 static_assert(Prefill::kStages % 2 == 0, "a stage must belong to one pair of warpgroups");
-static_assert(Prefill::kUnpackWarps + 1 == grouped_mma::kOtherWarps);
+static_assert(Prefill::kUnpackWarps + 1 == grouped_mma::kLoadWarps);
 
 // What the MMA warps need to know of an item.
 struct PrefillItem {
@@ -35,7 +35,7 @@ struct PrefillItem {
   int32_t first_use;
   int32_t end_use;
   float alpha;  // undoes the dequantization factors as well
-  alignas(16) int32_t pair_ids[32 * grouped_mma::kPairRegisters];
+  alignas(16) int32_t pair_ids[32 * Prefill::kPairRegisters];
 };
 
 // A pair's intermediate as FC1 left it. The padding puts eight pairs' words into different banks.
@@ -46,12 +46,12 @@ struct alignas(16) PackedPair {
 };
 
 struct PrefillStorage {
-  grouped_mma::PairUnit pairs[Prefill::kSlots];
+  grouped_mma::PairUnit<Prefill::kTilePairs> pairs[Prefill::kSlots];
   struct Stage {
     uint8_t codes[Prefill::kBlockRows][Prefill::kRowBytes];
     uint8_t scales[Prefill::kScaleBytes];  // 512 bytes hold 4 columns of 128 rows
   } stages[Prefill::kStages];
-  PackedPair packed[grouped_mma::kTilePairs];  // of the item that is being or will be unpacked
+  PackedPair packed[Prefill::kTilePairs];  // of the item that is being or will be unpacked
   PrefillItem items[3];  // the item before last may still be stored when an item is described
   TileBlocks work[Prefill::kWorks];  // the items in order, before they are described
   uint64_t full[Prefill::kStages];

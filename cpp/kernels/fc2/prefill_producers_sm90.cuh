@@ -16,36 +16,46 @@
 
 namespace cake::fc2 {
 
-// A CTA's items in order: its range and its claims. Where the experts have several tiles, whole
-// tiles in turn instead: those of an expert then run at the same time and fetch its weights once.
+// A CTA's items in order: its range and its claims. Where most experts have more pairs than an item
+// holds, tiles or their parts in turn instead: those of an expert then run at the same time and
+// fetch its weights once.
 class PrefillCursor {
  public:
   __device__ __forceinline__ PrefillCursor(const Params& params, int32_t num_tiles)
       : cursor_(params.tiles, num_tiles, params.num_blocks, params.pool, params.work_counter),
         tiles_(params.tiles),
-        num_tiles_(num_tiles),
+        parts_(params.tile_parts),
+        num_parts_(num_tiles * params.tile_parts),
+        in_turn_(params.tile_parts > 1 || num_tiles > Prefill::kMostTilesCut),
         num_blocks_(params.num_blocks),
-        tile_(static_cast<int32_t>(blockIdx.x)) {}
+        part_(static_cast<int32_t>(blockIdx.x)) {}
 
   // After the end it may be called again.
   __device__ __forceinline__ TileBlocks next() {
-    if (num_tiles_ <= Prefill::kMostTilesCut) {
+    if (!in_turn_) {
       return cursor_.next();
     }
-    if (tile_ >= num_tiles_) {
-      return {};
+    while (part_ < num_parts_) {
+      Tile tile = load_tile(tiles_ + part_ / parts_);
+      const Range pairs = even_range(tile.count, parts_, part_ % parts_);
+      part_ += static_cast<int32_t>(gridDim.x);
+      if (pairs.begin < pairs.end) {
+        tile.first += pairs.begin;
+        tile.count = pairs.end - pairs.begin;
+        return {tile, 0, num_blocks_};
+      }
     }
-    const Tile* const tile = tiles_ + tile_;
-    tile_ += static_cast<int32_t>(gridDim.x);
-    return {load_tile(tile), 0, num_blocks_};
+    return {};
   }
 
  private:
   WorkCursor cursor_;
   const Tile* const tiles_;
-  const int32_t num_tiles_;
+  const int32_t parts_;  // of a tile
+  const int32_t num_parts_;
+  const bool in_turn_;
   const int32_t num_blocks_;
-  int32_t tile_;  // the next one in turn
+  int32_t part_;  // the next one in turn
 };
 
 __device__ __forceinline__ void load_thread(const Params& params, PrefillStorage& shared) {
@@ -92,7 +102,8 @@ __device__ __forceinline__ void load_thread(const Params& params, PrefillStorage
 
 // Dequantizes words v, v + 4, v + 8, v + 12 of unit k of a pair into four chunks of row n.
 __device__ __forceinline__ void unpack_words(const PackedPair& packed, int32_t k, int32_t v,
-                                             grouped_mma::PairUnit& unit, int32_t n) {
+                                             grouped_mma::PairUnit<Prefill::kTilePairs>& unit,
+                                             int32_t n) {
   const auto* codes = reinterpret_cast<const uint32_t*>(packed.codes + k * 64) + v;
   const uint2 eight = reinterpret_cast<const uint2*>(packed.scales)[k];
   // The scales of v's half of columns 32t .. 32t + 31, t = 0 .. 3: every other byte.
@@ -116,9 +127,8 @@ __device__ __forceinline__ void unpack_words(const PackedPair& packed, int32_t k
 // up.
 __device__ __forceinline__ void unpack_warps(const Params& params, PrefillStorage& shared,
                                              int32_t thread) {
-  using namespace grouped_mma;
   constexpr int kStep = Prefill::kUnpackWarps * 32 / 4;
-  constexpr int kPasses = (kTilePairs + kStep - 1) / kStep;
+  constexpr int kPasses = (Prefill::kTilePairs + kStep - 1) / kStep;
   const int32_t v = thread % 4;
   const int32_t first = thread / 4;
   int32_t pairs[kPasses];  // of the item to be fetched, -1 beyond its last
@@ -170,7 +180,7 @@ __device__ __forceinline__ void unpack_warps(const Params& params, PrefillStorag
 #pragma unroll
         for (int i = 0; i < kPasses; ++i) {
           const int32_t n = first + kStep * i;
-          if (v == 0 && n < kTilePairs) {
+          if (v == 0 && n < Prefill::kTilePairs) {
             item.pair_ids[n] = pairs[i];
           }
         }

@@ -42,6 +42,7 @@
 #include "fc2/prefill_config_sm90.cuh"
 #include "fc2/prefill_producers_sm90.cuh"
 #include "ptx/arithmetic.cuh"
+#include "ptx/elect.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/pdl.cuh"
 #include "ptx/setmaxnreg.cuh"
@@ -73,7 +74,7 @@ struct MmaWarp {
 template <int N>
 __device__ __forceinline__ void multiply_block(PrefillStorage& shared, const MmaWarp& self,
                                                const PrefillItem& item,
-                                               float (&sums)[grouped_mma::kTilePairs / 2]) {
+                                               float (&sums)[Prefill::kTilePairs / 2]) {
   using namespace grouped_mma;
   const int32_t row = LaneRow(self.warp(), self.lane()).row();
   const int32_t t = self.lane() % 4;
@@ -131,7 +132,7 @@ __device__ __forceinline__ void multiply_block(PrefillStorage& shared, const Mma
 template <int N>
 __device__ __forceinline__ void store_outputs(const Params& params, const PrefillItem& item,
                                               const MmaWarp& self,
-                                              const float (&sums)[grouped_mma::kTilePairs / 2]) {
+                                              const float (&sums)[Prefill::kTilePairs / 2]) {
   const int32_t t = self.lane() % 4;
   const uint32_t row_bytes = params.num_blocks * (Prefill::kBlockRows * 2);
   const int32_t column = (item.block + self.use - item.first_use) * Prefill::kBlockRows +
@@ -176,8 +177,8 @@ __device__ __forceinline__ void mma_warp(const Params& params, PrefillStorage& s
       }
     }
     for (; self.use < item.end_use; self.use += 2) {
-      with_columns(item.count, [&]<int N>() {
-        float sums[kTilePairs / 2];
+      with_columns<Prefill>(item.count, [&]<int N>() {
+        float sums[Prefill::kTilePairs / 2];
         multiply_block<N>(shared, self, item, sums);
         store_outputs<N>(params, item, self, sums);
       });
@@ -187,7 +188,7 @@ __device__ __forceinline__ void mma_warp(const Params& params, PrefillStorage& s
   }
 }
 
-__global__ void __launch_bounds__(grouped_mma::kThreads, 1)
+__global__ void __launch_bounds__(Prefill::kThreads, 1)
     cake_fc2_prefill_sm90(const __grid_constant__ Params params) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ != 900
   __trap();  // the plan never picks this kernel elsewhere
@@ -196,11 +197,10 @@ __global__ void __launch_bounds__(grouped_mma::kThreads, 1)
   extern __shared__ __align__(1024) uint8_t fc2_prefill_storage[];
   PrefillStorage& shared = swizzled_storage<PrefillStorage>(fc2_prefill_storage);
   const auto warp = static_cast<int32_t>(threadIdx.x / 32);
-  const auto lane = static_cast<int32_t>(threadIdx.x % 32);
   if (threadIdx.x == 0) {
     for (int s = 0; s < Prefill::kStages; ++s) {
       ptx::mbarrier_init(ptx::shared_address(&shared.full[s]), 1);
-      ptx::mbarrier_init(ptx::shared_address(&shared.empty[s]), kMmaWarps / 2);
+      ptx::mbarrier_init(ptx::shared_address(&shared.empty[s]), Prefill::kMmaWarps / 2);
     }
     for (int w = 0; w < Prefill::kWorks; ++w) {
       ptx::mbarrier_init(ptx::shared_address(&shared.work_full[w]), 1);
@@ -208,23 +208,23 @@ __global__ void __launch_bounds__(grouped_mma::kThreads, 1)
     }
     for (int u = 0; u < Prefill::kSlots; ++u) {
       ptx::mbarrier_init(ptx::shared_address(&shared.pairs_full[u]), Prefill::kUnpackWarps);
-      ptx::mbarrier_init(ptx::shared_address(&shared.pairs_empty[u]), kMmaWarps);
+      ptx::mbarrier_init(ptx::shared_address(&shared.pairs_empty[u]), Prefill::kMmaWarps);
     }
     ptx::fence_mbarrier_init();
   }
   __syncthreads();
   ptx::griddepcontrol_launch_dependents();
-  if (warp < kMmaWarps) {
-    ptx::setmaxnreg_inc<kMmaRegisters>();
+  if (warp < Prefill::kMmaWarps) {
+    ptx::setmaxnreg_inc<Prefill::kMmaRegisters>();
     ptx::griddepcontrol_wait();
     mma_warp(params, shared, warp);
     return;
   }
-  ptx::setmaxnreg_dec<kOtherRegisters>();
-  if (warp < kMmaWarps + Prefill::kUnpackWarps) {
+  ptx::setmaxnreg_dec<Prefill::kLoadRegisters>();
+  if (warp < Prefill::kMmaWarps + Prefill::kUnpackWarps) {
     ptx::griddepcontrol_wait();
-    unpack_warps(params, shared, static_cast<int32_t>(threadIdx.x) - kMmaWarps * 32);
-  } else if (lane == 0) {
+    unpack_warps(params, shared, static_cast<int32_t>(threadIdx.x) - Prefill::kMmaWarps * 32);
+  } else if (ptx::elect_sync()) {
     load_thread(params, shared);
   }
 #endif

@@ -32,8 +32,9 @@ __global__ void __launch_bounds__(kThreads) cake_quantize(const __grid_constant_
   const int64_t row = index / params.groups;
   const int64_t group = index % params.groups;
   ptx::griddepcontrol_wait();
-  const QuantizedGroup out = quantize_group<kAligned16>(
-      params.input + row * params.input_stride + group * 16, *params.input_scale);
+  const QuantizedGroup out =
+      quantize_group(load_group<kAligned16>(params.input + row * params.input_stride + group * 16),
+                     *params.input_scale);
   params.packed[index] = out.codes;
   params.sf[index] = out.sf;
 }

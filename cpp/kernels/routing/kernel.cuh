@@ -11,9 +11,9 @@
 // Up to kFewPairs pairs each thread counts those before its own instead, without any barrier but
 // two.
 //
-// The other CTAs quantize tokens, one group of 16 a thread. Everyone waits for the predecessor
-// before the first read and releases the dependents at once: they wait for the end of this grid
-// anyway.
+// The other CTAs quantize tokens, a group of 16 a thread at a time. Everyone waits for the
+// predecessor before the first read and releases the dependents at once: they wait for the end of
+// this grid anyway.
 #pragma once
 
 #include <cooperative_groups.h>
@@ -256,19 +256,26 @@ __device__ __forceinline__ void store_halves(uint32_t* row, int32_t group,
   }
 }
 
+// Groups first, first + step, .. of the input; the next one is on its way while one is quantized.
 template <bool kAligned16>
-__device__ __forceinline__ void quantize(const Params& params, int32_t first_block) {
-  const int32_t index = (static_cast<int32_t>(blockIdx.x) - first_block) * kThreads +
-                        static_cast<int32_t>(threadIdx.x);
-  if (index < params.num_groups) {
-    const int32_t row = index / params.groups;
-    const int32_t group = index % params.groups;
-    const QuantizedGroup out = quantize_group<kAligned16>(
-        params.input + row * params.input_stride + group * 16, *params.input_scale);
+__device__ __forceinline__ void quantize(const Params& params, int32_t first, int32_t step) {
+  const float q = *params.input_scale;
+  const auto load = [&](int32_t index) -> GroupWords {
+    return index < params.num_groups
+               ? load_group<kAligned16>(params.input + index / params.groups * params.input_stride +
+                                        index % params.groups * 16)
+               : GroupWords{};
+  };
+  GroupWords next = load(first);
+  for (int32_t index = first; index < params.num_groups; index += step) {
+    const GroupWords words = next;
+    next = load(index + step);
+    const QuantizedGroup out = quantize_group(words, q);
     params.packed[index] = out.codes;
     params.sf[index] = out.sf;
     if (params.halves != nullptr) {
-      store_halves(params.halves + int64_t{row} * params.groups * 8, group, out);
+      store_halves(params.halves + int64_t{index / params.groups} * params.groups * 8,
+                   index % params.groups, out);
     }
   }
 }
@@ -287,7 +294,10 @@ __global__ void __launch_bounds__(kThreads, 1)
       route(params, *reinterpret_cast<Storage*>(routing_storage));
     }
   } else {
-    quantize<kAligned16>(params, cluster_size);
+    const auto block = static_cast<int32_t>(blockIdx.x) - cluster_size;
+    const auto blocks = static_cast<int32_t>(gridDim.x) - cluster_size;
+    quantize<kAligned16>(params, block * kThreads + static_cast<int32_t>(threadIdx.x),
+                         blocks * kThreads);
   }
 }
 

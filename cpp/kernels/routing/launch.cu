@@ -1,3 +1,5 @@
+#include <algorithm>
+
 #include "kernel_launch.h"
 #include "nvtx.h"
 #include "routing/kernel.cuh"
@@ -40,10 +42,14 @@ Status launch_route_quantize(const RouteQuantizeArguments& a) {
   params.groups = kGroups;
 
   const uint32_t cluster = a.num_tokens > kSingleCtaTokens ? routing::kLargeCluster : 1;
-  const uint32_t quantizers =
+  // As many as there is room for at the same time: a CTA fills an SM.
+  const uint32_t needed =
       static_cast<uint32_t>((params.num_groups + routing::kThreads - 1) / routing::kThreads);
+  const uint32_t quantizers =
+      std::min((needed + cluster - 1) / cluster * cluster,
+               (std::max(static_cast<uint32_t>(a.num_sms) / cluster, 2u) - 1) * cluster);
   LaunchConfig where;
-  where.grid = dim3(cluster + (quantizers + cluster - 1) / cluster * cluster);
+  where.grid = dim3(cluster + quantizers);
   where.block = dim3(routing::kThreads);
   where.cluster = cluster;
   where.shared_bytes = sizeof(routing::Storage);

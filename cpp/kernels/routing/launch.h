@@ -20,6 +20,7 @@ struct RouteQuantizeArguments {
   void* packed;  // [T, 1792]
   void* sf;      // [T, 224]
   void* halves;  // half [T, 3584] for the prefill kernels, or null
+  int32_t num_sms;
   void* stream;
 };
 

@@ -151,7 +151,7 @@ class Fc1Sm100 : public ModelTest, public ::testing::WithParamInterface<int32_t>
         .sf = sf.as(),
         .num_tokens = kTokens};
     const Plan plan{.kernels = Kernels::kSm100, .tile_pairs = GetParam(), .num_ctas = kCtas};
-    ASSERT_TRUE(load_fc1().ok());
+    ASSERT_TRUE(load_fc1(Architecture::kSm100).ok());
     const Quantized expected = reference(operands, routing);
     run(
         [&]() -> Status {

@@ -165,7 +165,7 @@ class Fc2Sm100 : public ModelTest {
         EXPECT_EQ(counter.download<int32_t>()[0], claims + test.num_ctas);
       }
     };
-    ASSERT_TRUE(load_fc2().ok());
+    ASSERT_TRUE(load_fc2(Architecture::kSm100).ok());
     run(launch, verify);
   }
 };
