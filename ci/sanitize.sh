@@ -146,6 +146,10 @@ sanitize() {
     verdict="ok"
   fi
   printf '%-10s T=%-5d %s (%d s)\n' "$tool" "$2" "$verdict" $((SECONDS - began))
+  if [[ "$verdict" != ok ]]; then # the log may be on a machine that is soon gone
+    grep -E 'Error:|Invalid|Uninitialized|Barrier error|access (at|by)' "$log" | sort | uniq -c |
+      sort -rn | head -n 20 || true
+  fi
   [[ "$verdict" == ok ]]
 }
 
