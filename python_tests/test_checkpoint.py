@@ -397,4 +397,4 @@ def test_memory_stays_bounded(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     extra, written = map(int, result.stdout.split())
     assert written < layer / 7.9
-    assert extra < written + 0.25 * layer  # 0.18; 0.5 if what was read stayed mapped
+    assert extra < written + 0.35 * layer  # 0.18 to 0.27; 0.5 if what was read stayed mapped
