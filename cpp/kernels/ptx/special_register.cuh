@@ -18,4 +18,11 @@ __device__ __forceinline__ uint32_t ctaid_z() {
   return value;
 }
 
+// Bytes of the launch's dynamic shared memory.
+__device__ __forceinline__ uint32_t dynamic_smem_size() {
+  uint32_t value;
+  asm volatile("mov.u32 %0, %%dynamic_smem_size;" : "=r"(value));
+  return value;
+}
+
 }  // namespace cake::ptx

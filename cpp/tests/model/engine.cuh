@@ -14,7 +14,7 @@
 
 #include <cstdint>
 
-#include "ptx/dynamic_smem_size.cuh"
+#include "ptx/special_register.cuh"
 #include "tests/model/arithmetic.h"
 #include "tests/model/native.cuh"
 #include "tests/model/state.cuh"
