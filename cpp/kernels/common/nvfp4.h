@@ -64,6 +64,30 @@ CAKE_HOST_DEVICE bool is_nan(float value) {
   return (float_bits(value) & 0x7FFFFFFFu) > 0x7F800000u;
 }
 
+CAKE_HOST_DEVICE float magnitude_of(float value) {
+#ifdef __CUDA_ARCH__
+  return fabsf(value);
+#else
+  return bits_float(float_bits(value) & 0x7FFFFFFFu);
+#endif
+}
+
+// The smaller and the larger of two; NaN loses against a number.
+CAKE_HOST_DEVICE float lesser(float a, float b) {
+#ifdef __CUDA_ARCH__
+  return fminf(a, b);
+#else
+  return is_nan(b) || a < b ? a : b;
+#endif
+}
+CAKE_HOST_DEVICE float greater(float a, float b) {
+#ifdef __CUDA_ARCH__
+  return fmaxf(a, b);
+#else
+  return is_nan(b) || a > b ? a : b;
+#endif
+}
+
 // Subnormal results become zero of the same sign, as in the products of recipe Q'.
 CAKE_HOST_DEVICE float flush_to_zero(float value) {
   const uint32_t bits = float_bits(value);
@@ -85,17 +109,22 @@ CAKE_HOST_DEVICE uint16_t float_to_bf16(float value) {
 
 // ---- E2M1: sign, 2 exponent bits, 1 mantissa bit -----------------------------------------------
 
-// Round to nearest even, saturating at 6; the sign is kept, NaN gives +6 (code 7). No branches.
-// Adding 2^23 times the spacing of the code values near m (0.5, 1 or 2) leaves m / spacing, rounded
-// to nearest even, in the low bits of the sum; two codes more for every doubling of the spacing.
+// Round to nearest even, saturating at 6; the sign is kept, NaN gives +6 (code 7). On a GPU `value`
+// is the result of an operation, whose NaN is positive there, so that no branch is needed.
+// Adding 2^22 times the binade of the magnitude (of 1 at least) leaves magnitude / spacing, rounded
+// to nearest even, in the low bits of the sum; two codes more for every doubling of the spacing,
+// from the exponent of the sum. The 6 in the addend's low bits makes that exponent's part 0 for the
+// first binade and keeps the sum's parity.
 CAKE_HOST_DEVICE uint32_t e2m1_encode(float value) {
-  const uint32_t bits = float_bits(value);
-  const float magnitude = bits_float(bits & 0x7FFFFFFFu);
-  const float m = magnitude > 6.0f ? 6.0f : magnitude;
-  const uint32_t exponent = float_bits(m < 1.0f ? 1.0f : m) & 0x7F800000u;
-  const uint32_t sum = float_bits(rn::add(m, bits_float(exponent + (22u << 23))));
-  const uint32_t code = (sum + 2 * (exponent >> 23) + 2) & 7u;
-  return is_nan(value) ? 7u : code | bits >> 31 << 3;
+  const float magnitude = lesser(magnitude_of(value), 6.0f);
+  const uint32_t binade = float_bits(greater(magnitude, 1.0f)) & 0x7F800000u;
+  const uint32_t sum = float_bits(rn::add(magnitude, bits_float(binade + (22u << 23) + 6)));
+  const uint32_t code = ((sum + (sum >> 22)) & 7u) | (float_bits(value) >> 28 & 8u);
+#ifdef __CUDA_ARCH__
+  return code;
+#else
+  return is_nan(value) ? 7u : code;
+#endif
 }
 
 // Twice the value of a code, an integer in [-12, 12].
@@ -169,10 +198,9 @@ CAKE_HOST_DEVICE uint32_t encode_intermediate(float value, BlockScale scale, flo
   return e2m1_encode(flush_to_zero(rn::mul(flush_to_zero(rn::mul(value, scale.multiplier)), q)));
 }
 
-// Largest magnitude so far; NaN loses against any number, so that it is left only when all are NaN.
-CAKE_HOST_DEVICE float max_magnitude(float amax, float value) {
-  const float m = bits_float(float_bits(value) & 0x7FFFFFFFu);
-  return is_nan(amax) || m > amax ? m : amax;
+// The larger of two magnitudes; NaN is left only when both are NaN.
+CAKE_HOST_DEVICE float max_magnitude(float a, float b) {
+  return greater(magnitude_of(a), magnitude_of(b));
 }
 
 }  // namespace cake

@@ -3,7 +3,6 @@
 
 #include <cstdint>
 
-#include "common/e2m1.cuh"
 #include "common/nvfp4.h"
 
 namespace cake {
@@ -42,17 +41,17 @@ __device__ __forceinline__ QuantizedGroup quantize_group(const GroupWords& group
     values[2 * i] = bits_float(group.words[i] << 16);
     values[2 * i + 1] = bits_float(group.words[i] & 0xFFFF0000u);
   }
-  float amax = fabsf(values[0]);
+  float amax = max_magnitude(values[0], values[1]);
 #pragma unroll
-  for (int i = 1; i < 16; ++i) {
-    amax = fmaxf(amax, fabsf(values[i]));  // leaves NaN out
+  for (int i = 2; i < 16; ++i) {
+    amax = max_magnitude(amax, values[i]);
   }
   const BlockScale scale = block_scale_precise(amax, q);
   uint2 codes{0, 0};
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
-    codes.x |= e2m1_encode_product(__fmul_rn(values[i], scale.multiplier)) << (4 * i);
-    codes.y |= e2m1_encode_product(__fmul_rn(values[8 + i], scale.multiplier)) << (4 * i);
+    codes.x |= encode_precise(values[i], scale) << (4 * i);
+    codes.y |= encode_precise(values[8 + i], scale) << (4 * i);
   }
   return {codes, scale.sf};
 }

@@ -5,7 +5,6 @@
 #include <cstdint>
 
 #include "common/dequantize.cuh"
-#include "common/e2m1.cuh"
 #include "common/nvfp4.h"
 #include "ptx/arithmetic.cuh"
 
@@ -24,7 +23,7 @@ __device__ __forceinline__ GroupScale group_scale(float amax, float q) {
 }
 
 __device__ __forceinline__ uint32_t requantize(float value, const GroupScale& scale, float q) {
-  return e2m1_encode_product(ptx::mul_rn_ftz(ptx::mul_rn_ftz(value, scale.reciprocal), q));
+  return e2m1_encode(ptx::mul_rn_ftz(ptx::mul_rn_ftz(value, scale.reciprocal), q));
 }
 
 // The codes of two values in a byte, `first` in the low nibble.
