@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import cake  # noqa: F401  (loads torch.ops.cake)
+from cake.support import MAX_TOKENS
 
 SCRIPT = Path(__file__).resolve().parents[1] / "ci" / "sanitize.sh"
 PYTHON = """#!/bin/sh
@@ -20,17 +20,22 @@ SANITIZER = """#!{python}
 import json, sys
 with open({log!r}, "a") as log:
     log.write(json.dumps(sys.argv[sys.argv.index("-c") + 1 :]) + "\\n")
-print("========= ERROR SUMMARY: 0 errors")
+print({output!r})
+sys.exit({code})
 """
+CLEAN = "========= ERROR SUMMARY: 0 errors"
 
 
 def sanitize(
-    folder: Path, major: int, *words: str
+    folder: Path, major: int, *words: str, output: str = CLEAN, code: int = 0
 ) -> tuple[subprocess.CompletedProcess[str], Path]:
     log = folder / "log"
     for name, text in (
         ("python3", PYTHON.format(major=major)),
-        ("sanitizer", SANITIZER.format(python=sys.executable, log=str(log))),
+        (
+            "sanitizer",
+            SANITIZER.format(python=sys.executable, log=str(log), output=output, code=code),
+        ),
     ):
         (folder / name).write_text(text)
         (folder / name).chmod(0o755)
@@ -44,16 +49,13 @@ def sanitize(
     return result, log
 
 
-@pytest.mark.parametrize(
-    ("major", "plans"),
-    [
-        (9, {("decode", 8), ("prefill", 88), ("prefill", 176)}),
-        (10, {("sm100", size) for size in (8, 16, 32, 64, 128)}),
-    ],
-)
-def test_every_kernel_and_plan_of_a_gpu_is_run(
-    tmp_path: Path, major: int, plans: set[tuple[str, int]]
-) -> None:
+def kernels_and_tiles(tokens: int, major: int) -> tuple[str, int]:
+    plan = json.loads(torch.ops.cake.plan(tokens, major=major))
+    return plan["kernels"], plan["tile_pairs"]
+
+
+@pytest.mark.parametrize("major", [9, 10])
+def test_every_kernel_and_plan_of_a_gpu_is_run(tmp_path: Path, major: int) -> None:
     result, log = sanitize(tmp_path, major, "memcheck")
     assert result.returncode == 0, result.stdout + result.stderr
     found, parts = set(), set()
@@ -65,7 +67,7 @@ def test_every_kernel_and_plan_of_a_gpu_is_run(
         assert int(fc2_parts) == plan["fc2_parts"]
         found.add((plan["kernels"], plan["tile_pairs"]))
         parts.add(plan["fc2_parts"])
-    assert found == plans
+    assert found == {kernels_and_tiles(t, major) for t in range(1, MAX_TOKENS + 1)}
     assert len(parts) > 1
 
 
@@ -75,3 +77,25 @@ def test_a_count_of_the_other_generation_is_refused(tmp_path: Path, major: int, 
     assert result.returncode == 2
     assert f"got {count}" in result.stderr
     assert not log.exists()
+
+
+@pytest.mark.parametrize(
+    ("output", "code"),
+    [
+        ("ERROR SUMMARY: 3 errors", 0),
+        ("RACECHECK SUMMARY: 2 hazards displayed (1 error, 1 warning)", 0),
+        ("ERROR SUMMARY: 0 errors", 1),
+        ("Killed", 0),
+    ],
+)
+def test_what_a_tool_finds_fails(tmp_path: Path, output: str, code: int) -> None:
+    report = f"Error: Race reported here\n========= {output}"
+    result, log = sanitize(tmp_path, 9, "racecheck", "3", output=report, code=code)
+    assert result.returncode == 1 and len(log.read_text().splitlines()) == 1
+    assert "FAILED" in result.stdout and "Race reported here" in result.stdout
+
+
+def test_a_warning_of_racecheck_is_no_error(tmp_path: Path) -> None:
+    report = "========= RACECHECK SUMMARY: 2 hazards displayed (0 errors, 2 warnings)"
+    result, _ = sanitize(tmp_path, 9, "racecheck", "3", output=report)
+    assert result.returncode == 0 and "FAILED" not in result.stdout
