@@ -86,7 +86,11 @@ def prepared(workspace: Tensor, token_counts: Sequence[int]) -> None:
         if plan is not None:
             counts_of.setdefault(_plan_text(plan, count), []).append(count)
     for text, counts in counts_of.items():
-        LOGGER.info("plan for T = %s: %s", _counts_text(counts), text)
+        LOGGER.info(
+            "plan for T = %s: %s (unless a call asks for batch_invariant)",
+            _counts_text(counts),
+            text,
+        )
 
 
 @functools.cache

@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from importlib import metadata
 from logging import INFO, Logger
-from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +21,6 @@ from cake.errors import UnsupportedError
 from cake.modelopt import KINDS, ModelOptLayer, prepare_modelopt_layer
 from cake.module import SharedWorkspace, SiTUExperts
 from cake.support import KIMI_K3, MAX_TOKENS, TP_SIZE, Geometry, is_supported
-
-SWITCH: Final = "CAKE_EXPERTS"
 
 
 def switched_on() -> bool:
@@ -34,9 +31,9 @@ def switched_on() -> bool:
     ValueError
         The variable is neither 0 nor 1.
     """
-    value = os.environ.get(SWITCH, "")
+    value = os.environ.get("CAKE_EXPERTS", "")
     if value not in ("", "0", "1"):
-        raise ValueError(f"{SWITCH}: expected 0 or 1, got {value!r}")
+        raise ValueError(f"CAKE_EXPERTS: expected 0 or 1, got {value!r}")
     return value == "1"
 
 
@@ -138,7 +135,7 @@ def check_fit(layer: ExpertsLayer, asked: Mapping[str, bool], framework: str) ->
     if problems:
         raise UnsupportedError(
             f"{layer.name}: cake cannot run these experts: {'; '.join(problems)}. Change this, or "
-            f"unset {SWITCH} to serve with the experts of {framework}"
+            f"unset CAKE_EXPERTS to serve with the experts of {framework}"
         )
 
 
