@@ -122,11 +122,15 @@ OPTIONAL = ("situ_beta", "situ_linear_beta", "output", "workspace_buffer")
 def are_plain_tensors(tensors: tuple[Any, ...], optional: tuple[Any, ...]) -> bool:
     """Whether all are tensors with memory, or None where that is allowed; quick, says no more."""
     try:
-        return not any([t.is_meta for t in tensors]) and not any(
-            [t is not None and t.is_meta for t in optional]
-        )
+        for tensor in tensors:
+            if tensor.is_meta:
+                return False
+        for tensor in optional:
+            if tensor is not None and tensor.is_meta:
+                return False
     except AttributeError:
         return False
+    return True
 
 
 def check_tensors(tensors: tuple[Any, ...], optional: tuple[Any, ...]) -> None:
