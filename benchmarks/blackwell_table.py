@@ -36,7 +36,7 @@ B300_PUBLISHED = {1: 22.5, 8: 88, 16: 120, 32: 179, 64: 240}
 
 def predict(tokens: int, gpu: roofline.Gpu, part_bytes: float | None = None) -> roofline.Prediction:
     """Predict uniform random routing, with FC2 in parts of at most `part_bytes` if given."""
-    plan = roofline.plan_of(tokens)
+    plan = roofline.plan_of(tokens, gpu)
     load = roofline.expected_load(tokens, plan)
     if part_bytes is not None:
         plan["fc2_parts"] = max(1, -int(-load.pairs * 7168 // part_bytes))
@@ -54,21 +54,23 @@ def times() -> list[str]:
     """Predicted and published times."""
     lines: list[list[object]] = []
     for tokens in TOKENS:
-        b200 = predict(tokens, B200)
+        predicted = predict(tokens, B200)
         floor = roofline.floor_us(
             roofline.expected_experts(tokens), tokens, B200.read_bytes_per_s, MATRIX_FLOP_PER_S
         )
-        stages = [f"{b200.chunks * stage.us:.0f} {stage.limiter}" for stage in b200.stages]
+        stages = [
+            f"{predicted.chunks * stage.us:.0f} {stage.limiter}" for stage in predicted.stages
+        ]
         published = "-"
         if tokens in B200_FASTER:
             published = f"{B200_FASTER[tokens]}, {B200_SLOWER[tokens]}"
         lines.append(
             [
                 tokens,
-                roofline.plan_of(tokens)["tile_pairs"],
+                roofline.plan_of(tokens, B200)["tile_pairs"],
                 *stages,
-                f"**{b200.us:.0f}**",
-                f"{floor / b200.us:.2f}",
+                f"**{predicted.us:.0f}**",
+                f"{floor / predicted.us:.2f}",
                 published,
                 f"**{predict(tokens, B300).us:.0f}**",
                 B300_PUBLISHED.get(tokens, "-"),
@@ -105,7 +107,7 @@ def parts() -> list[str]:
     for tokens in (1024, 2048, 4096, 8192):
         now = predict(tokens, B200)
         large = predict(tokens, B200, LARGE_PART_BYTES)
-        plan = roofline.plan_of(tokens)
+        plan = roofline.plan_of(tokens, B200)
         part = tokens * 16 * 2 * plan["fc2_columns_per_part"] / 1e6
         saved = 2 * (large.fc2.traffic.memory - now.fc2.traffic.memory) / 1e6
         times = [f"{call.us:.0f}" for call in (now, large)]

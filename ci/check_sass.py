@@ -6,8 +6,8 @@ kernel, for sm_100a and sm_103a:
 * the instructions that it exists for are there: block-scaled matrix instruction, copies of scales,
   loads of tensor memory, commits, bulk and tensor copies;
 * no local memory: no loads or stores of it, no stack;
-* its registers and threads fit the CTAs that an SM is to hold. Dynamic shared memory is no part of
-  a cubin; static_asserts beside the kernels bound it;
+* its registers and threads fit an SM. Dynamic shared memory is no part of a cubin; static_asserts
+  beside the kernels bound it;
 * griddepcontrol.wait comes before dependent reads, as far as the order of instructions says:
   no read of global memory can be reached from the entry without passing the wait. A kernel of which
   some warps read what no earlier grid in flight writes must have tensor copies of both kinds. That
@@ -27,7 +27,7 @@ INSTRUCTION = re.compile(
     r"/\*(?P<address>[0-9a-f]{4,})\*/\s+(?P<guard>@!?U?P\d+\s+)?(?P<opcode>[A-Z][\w.]*)(?P<rest>[^;]*);"
 )
 FUNCTION = re.compile(r"^\s*Function : (?P<name>\S+)")
-TARGET = re.compile(r"(?:`\(\S+\)|0x[0-9a-f]+)\s*$")
+TARGET = re.compile(r"0x[0-9a-f]+\s*$")
 LOCAL = re.compile(r"(LDL|STL)\b")
 GLOBAL_READ = re.compile(r"(LDG|LD|LDGSTS|UTMALDG|UBLKCP\.S\.G|ATOMG?|LDGMC)\b")
 INDIRECT = re.compile(r"(BRX|JMX|JMP|BRXU|JMXU)\b")
@@ -53,7 +53,6 @@ class Expected:
 
     instructions: dict[str, str]  # what it is -> opcode
     early_reads: bool = False  # some reads do not depend on the grid before
-    ctas_per_sm: int = 1
 
 
 COMMON = {
@@ -82,9 +81,9 @@ def parse_sass(listing: str) -> dict[str, list[Instruction]]:
         if match := FUNCTION.match(line):
             code = kernels.setdefault(match["name"], [])
         elif code is not None and (match := INSTRUCTION.search(line)):
-            jumps = re.match(r"(BRA|CALL|JMP)\b", match["opcode"])
+            jumps = re.match(r"(BRA|CALL)\b", match["opcode"])
             found = TARGET.search(match["rest"]) if jumps else None
-            target = int(found[0], 16) if found and found[0].startswith("0x") else None
+            target = int(found[0], 16) if found else None
             code.append(
                 Instruction(
                     int(match["address"], 16), match["opcode"], bool(match["guard"]), target
@@ -178,12 +177,12 @@ def kernel_problems(
     else:
         if resources.stack:
             problems.append(f"stack of {resources.stack} bytes")
-        warps = (resources.max_threads + 31) // 32 * expected.ctas_per_sm
+        warps = (resources.max_threads + 31) // 32
         registers = warps * ((resources.registers * 32 + 255) // 256 * 256)
         if registers > REGISTERS:
             problems.append(
-                f"{resources.registers} registers x {resources.max_threads} threads x "
-                f"{expected.ctas_per_sm} CTAs: more than an SM has"
+                f"{resources.registers} registers x {resources.max_threads} threads: more than an "
+                "SM has"
             )
     return problems + wait_problems(code, expected)
 

@@ -10,8 +10,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"
 cd "$ROOT"
 
 step "Documentation: environment" "Look at pip's message above."
-[[ -x "$CAKE_VENV/bin/python" ]] || make_venv "$CAKE_VENV"
-export PATH="$CAKE_VENV/bin:$PATH" VIRTUAL_ENV="$CAKE_VENV"
+enter_venv
 need_extra docs
 
 step "Documentation: build" "Each line marked WARNING names the page and what to change."

@@ -165,13 +165,18 @@ need_nvcc() {
   note "nvcc: $(python "$ROOT/build_support/cake_build.py" nvcc)"
 }
 
-# setup_env: the environment, torch and the build tools; its programs come first on PATH from here.
-setup_env() {
-  command -v "${CXX:-c++}" >/dev/null || stop "Install a C++ compiler, GCC 11 or newer" \
-    "(Debian, Ubuntu: apt-get install g++), or name one in CXX."
+# enter_venv: the environment; its programs come first on PATH from here.
+enter_venv() {
   [[ -x "$CAKE_VENV/bin/python" ]] || make_venv "$CAKE_VENV"
   export PATH="$CAKE_VENV/bin:$PATH" VIRTUAL_ENV="$CAKE_VENV"
   unset PYTHONHOME
+}
+
+# setup_env: the environment, torch and the build tools.
+setup_env() {
+  command -v "${CXX:-c++}" >/dev/null || stop "Install a C++ compiler, GCC 11 or newer" \
+    "(Debian, Ubuntu: apt-get install g++), or name one in CXX."
+  enter_venv
   note "$(python --version) in $CAKE_VENV"
   need pip "pip>=22.1"
   install_torch python

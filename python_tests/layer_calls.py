@@ -22,6 +22,17 @@ Call = dict[str, Any]
 GPU = torch.device("cuda")
 
 
+def on_meta(call: Call) -> Call:
+    """The call with tensors that have no memory."""
+
+    def meta(value: Any) -> Any:
+        if isinstance(value, list):
+            return [meta(item) for item in value]
+        return value.to("meta") if isinstance(value, Tensor) else value
+
+    return {name: meta(value) for name, value in call.items()}
+
+
 def gpus_that_run() -> int:
     """How many GPUs must run the fused operation, by what they are, whatever cake says of them."""
     if not cake.build_info()["cuda_architectures"]:

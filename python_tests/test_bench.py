@@ -59,7 +59,7 @@ def test_prediction_of_measured_routings(blackwell: tuple[int, int]) -> None:
     calls = [SimpleNamespace(batch=make_batch(8, "random", seed)) for seed in range(3)]
     predicted = bench._predicted_us(cast("list[Call]", calls), CEILINGS, device)
     gpu = roofline.Gpu(148, CEILINGS.read_bytes_per_s, CEILINGS.graph_node_us, 126 << 20)
-    plan = roofline.plan_of(8)
+    plan = roofline.plan_of(8, gpu)
     expected = roofline.predict(roofline.expected_load(8, plan), plan, gpu).us
     assert predicted == pytest.approx(expected, rel=0.05)
 

@@ -16,12 +16,12 @@ import torch
 from layer_calls import (
     GPU,
     NEEDS_GPU,
-    Call,
     H,
     Layer,
     assert_refused,
     assert_same_bits,
     betas,
+    on_meta,
     operand,
     run,
     workspace_size,
@@ -183,12 +183,7 @@ def test_trouble_with_the_file_does_not_stop_the_call(
 def test_fake_and_meta_tensors_give_a_warning(
     dumps: Path, layer: Layer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def meta(value: Any) -> Any:
-        if isinstance(value, list):
-            return [meta(item) for item in value]
-        return value.to("meta") if isinstance(value, Tensor) else value
-
-    call: Call = {name: meta(value) for name, value in layer.call(3).items()}
+    call = on_meta(layer.call(3))
     for _ in range(2):
         cake.cutlass_fused_moe(**call)
     assert not dumps.exists()

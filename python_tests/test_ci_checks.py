@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import sys
 import zipfile
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+from scripts import load_script
 
 CI = Path(__file__).resolve().parents[1] / "ci"
 
 
-def load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, CI / f"{name}.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-layers = load("check_layers")
-binary = load("check_binary")
+layers = load_script(CI / "check_layers.py")
+binary = load_script(CI / "check_binary.py")
 sass = sys.modules["check_sass"]
 
 

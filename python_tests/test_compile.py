@@ -10,7 +10,17 @@ from typing import Any
 
 import pytest
 import torch
-from layer_calls import Call, H, Layer, assert_same_bits, betas, new_workspace, run, workspace_size
+from layer_calls import (
+    Call,
+    H,
+    Layer,
+    assert_same_bits,
+    betas,
+    new_workspace,
+    on_meta,
+    run,
+    workspace_size,
+)
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -277,12 +287,7 @@ def test_fake_tensors_have_real_shapes_and_no_warning(layer: Layer, output: bool
 
 
 def test_meta_tensors_have_real_shapes(layer: Layer) -> None:
-    def meta(value: Any) -> Any:
-        if isinstance(value, list):
-            return [meta(item) for item in value]
-        return value.to("meta") if isinstance(value, Tensor) else value
-
-    call = {name: meta(value) for name, value in layer.call(3).items()}
+    call = on_meta(layer.call(3))
     for output in (None, call["output"]):
         result = cake.cutlass_fused_moe(**{**call, "output": output})
         assert result.is_meta and result.shape == (3, H) and result.stride() == (H, 1)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import re
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from layer_calls import Layer
+from scripts import load_script
 
 import cake
 from cake.testing import synthetic
@@ -21,18 +20,10 @@ DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 
 
-def load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture(scope="module")
 def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("images")
-    load("pictures").draw(folder)
+    load_script(DOCS / "pictures.py").draw(folder)
     return folder
 
 
@@ -128,13 +119,15 @@ def test_links_out_of_the_site(name: str) -> None:
 
 
 def test_math_becomes_mathml() -> None:
-    pytest.importorskip("latex2mathml")
-    html = load("hooks").on_page_markdown("a\n\n```math\n\\frac{a}{2}\n```\n\nb `x`")
+    pytest.importorskip("latex2mathml", reason="needs .[docs]: ci/docs.sh installs it")
+    html = load_script(DOCS / "hooks.py").on_page_markdown(
+        "a\n\n```math\n\\frac{a}{2}\n```\n\nb `x`"
+    )
     assert "<mfrac>" in html and "```" not in html and html.endswith("b `x`")
 
 
 def test_docstrings_are_shown_with_the_defaults_of_the_signature(tmp_path: Path) -> None:
-    griffe = pytest.importorskip("griffe")
+    griffe = pytest.importorskip("griffe", reason="needs .[docs]: ci/docs.sh installs it")
     (tmp_path / "sample.py").write_text(
         "def f(a: int, b: bool = True, c: str = 'x'):\n"
         '    """See :func:`g`: p*q*r, ``s*t*u``.\n\n    Parameters\n    ----------\n'
@@ -145,7 +138,7 @@ def test_docstrings_are_shown_with_the_defaults_of_the_signature(tmp_path: Path)
         "sample",
         search_paths=[tmp_path],
         docstring_parser="numpy",
-        extensions=griffe.load_extensions(load("docstrings").Docstrings()),
+        extensions=griffe.load_extensions(load_script(DOCS / "docstrings.py").Docstrings()),
     )
     text, parameters = module["f"].docstring.parsed
     assert text.value == r"See `g`: p\*q\*r, ``s*t*u``."

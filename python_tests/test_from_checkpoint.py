@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from scripts import load_script
 
 from cake.testing import checkpoints
 
@@ -16,13 +16,8 @@ EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "from_checkpoint.py
 
 
 @pytest.fixture
-def example(monkeypatch: pytest.MonkeyPatch) -> Any:
-    spec = importlib.util.spec_from_file_location("from_checkpoint_example", EXAMPLE)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, module)
-    spec.loader.exec_module(module)
-    return module
+def example() -> Any:
+    return load_script(EXAMPLE)
 
 
 def test_values_are_those_of_the_format(example: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import subprocess
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from scripts import load_script
 
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "tensor_parallel.py"
 
@@ -48,11 +48,7 @@ def test_ranks_add_up_to_the_unsharded_layer(world: int) -> None:
 @pytest.fixture
 def example(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The example as a module of this process, which is the only rank."""
-    spec = importlib.util.spec_from_file_location("tensor_parallel_example", EXAMPLE)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, module)
-    spec.loader.exec_module(module)
+    module = load_script(EXAMPLE)
     monkeypatch.setattr(sys, "argv", [str(EXAMPLE), "--device=cpu"])
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.setenv(name, "1")

@@ -111,7 +111,7 @@ def _predicted_us(calls: Sequence[Call], ceilings: Ceilings, device: torch.devic
         ceilings.graph_node_us,
         properties.L2_cache_size,
     )
-    plan = roofline.plan_of(calls[0].batch.tokens.shape[0])
+    plan = roofline.plan_of(calls[0].batch.tokens.shape[0], gpu)
     loads = [roofline.load_of(call.batch.topk_ids, plan) for call in calls]
     return statistics.mean(roofline.predict(load, plan, gpu).us for load in loads)
 
@@ -152,14 +152,7 @@ def measure(
                 call.run(batch_invariant=batch_invariant)
 
     spread = rotation.spread(timing.elapsed_us(timing.capture(run_all).replay))
-    experts = statistics.mean(
-        int(
-            ((i := call.batch.topk_ids)[(i >= 0) & (i < support.KIMI_K3.num_experts)])
-            .unique()
-            .numel()
-        )
-        for call in calls
-    )
+    experts = statistics.mean(len(support.touched_experts(c.batch.topk_ids)) for c in calls)
     floor = ceilings.floor_us(experts, num_tokens)
     return Result(
         tokens=num_tokens,

@@ -176,7 +176,7 @@ def _before(call: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]
 
 def _copy_inputs(call: Mapping[str, Any]) -> dict[str, Tensor]:
     """Copy what the call reads to the CPU; of the weights, the rows of the touched experts."""
-    experts = _touched(call["token_selected_experts"].detach().cpu())
+    experts = support.touched_experts(call["token_selected_experts"].detach().cpu())
     copies = {"experts": experts}
     for name in (*options.TENSORS, *SMOOTHING):
         tensor = call[name]
@@ -193,13 +193,6 @@ def _copy_inputs(call: Mapping[str, Any]) -> dict[str, Tensor]:
             copy = tensor.to("cpu", copy=True).contiguous()
             copies[name] = copy.reshape(1) if copy.dim() == 0 else copy
     return copies
-
-
-def _touched(topk_ids: Tensor) -> Tensor:
-    """Return the experts that a call touches, int32 ascending; other ids are empty slots."""
-    real = (topk_ids >= 0) & (topk_ids < support.KIMI_K3.num_experts)
-    experts: Tensor = topk_ids[real].unique()
-    return experts.int()
 
 
 def _metadata(call: Mapping[str, Any]) -> dict[str, str]:
@@ -271,7 +264,7 @@ def load(path: Path) -> Bundle:
             f"{sorted(tensors)}"
         )
     experts = tensors["experts"]
-    if not torch.equal(experts, _touched(tensors["token_selected_experts"])):
+    if not torch.equal(experts, support.touched_experts(tensors["token_selected_experts"])):
         raise ValueError(
             f"{path}: experts: expected those of token_selected_experts, got {experts.tolist()}"
         )

@@ -86,8 +86,11 @@ def make_call(recorded: bundle.Bundle, device: torch.device) -> check.Call:
     ValueError
         The tensors do not fit together; also a TypeError for a wrong dtype.
     """
-    tensors = {name: tensor.to(device) for name, tensor in recorded.tensors.items()}
-    tensors |= {name: recorded.all_experts(name).to(device) for name in bundle.PER_EXPERT}
+    tensors = {
+        name: (recorded.all_experts(name) if name in bundle.PER_EXPERT else tensor).to(device)
+        for name, tensor in recorded.tensors.items()
+        if name != "output"
+    }
     scales = [tensors[f"quant_scales[{i}]"] for i in range(6)]
     ones = torch.ones_like(scales[2])
     weights = PreparedWeights(

@@ -7,16 +7,14 @@ of memory, a node of a CUDA graph) or assumed. docs/blackwell.md derives every c
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from cake import support
+from cake import info, support
 
 FC1_EXPERT_BYTES = 1_548_288  # packed codes and block scales
 FC2_EXPERT_BYTES = 774_144
@@ -59,9 +57,10 @@ def predicts(capability: tuple[int, int]) -> bool:
     return capability in ((10, 0), (10, 3))
 
 
-def plan_of(num_tokens: int) -> dict[str, Any]:
-    """Return how such a GPU runs a call: tile size, parts of FC2, chunks."""
-    plan: dict[str, Any] = json.loads(torch.ops.cake.plan(num_tokens, major=10))
+def plan_of(num_tokens: int, gpu: Gpu) -> dict[str, Any]:
+    """Return how such a GPU runs a call of at least one token, as `cake.info.gpu_plan`."""
+    plan = info.gpu_plan(num_tokens, 10, gpu.num_sms)
+    assert plan is not None, num_tokens
     return plan
 
 
@@ -152,11 +151,6 @@ class Prediction:
     def us(self) -> float:
         """Of the complete call."""
         return self.chunks * sum(stage.us for stage in self.stages)
-
-    @property
-    def limiter(self) -> str:
-        """Of the stage that takes longest."""
-        return max(self.stages, key=lambda stage: stage.us).limiter
 
 
 def _stage(fixed_us: float, seconds: Mapping[str, float], traffic: Traffic) -> Stage:

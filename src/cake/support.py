@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from cake import _library  # noqa: F401  (loads torch.ops.cake)
 
@@ -26,6 +27,13 @@ class Geometry:
 
 
 KIMI_K3 = Geometry(hidden=3584, intermediate=384, num_experts=896, top_k=16)
+
+
+def touched_experts(topk_ids: Tensor) -> Tensor:
+    """Return the experts that a call touches, int32 ascending; other ids are empty slots."""
+    real = (topk_ids >= 0) & (topk_ids < KIMI_K3.num_experts)
+    experts: Tensor = topk_ids[real].unique()
+    return experts.int()
 
 
 def is_supported(device: torch.device | str | int | None = None) -> tuple[bool, str]:

@@ -54,11 +54,11 @@ class Rotation:
         return Spread(statistics.median(calls), calls[tail], calls[-1 - tail])
 
 
-def elapsed_us(run: Callable[[], object], samples: int = _SAMPLES) -> list[float]:
+def elapsed_us(run: Callable[[], object]) -> list[float]:
     """Times of `run` between two events, microseconds."""
     times = []
     run()
-    for _ in range(samples):
+    for _ in range(_SAMPLES):
         begin = torch.cuda.Event(enable_timing=True)
         end = torch.cuda.Event(enable_timing=True)
         begin.record()
