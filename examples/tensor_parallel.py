@@ -2,11 +2,10 @@
 
     torchrun --standalone --nproc-per-node 2 examples/tensor_parallel.py
 
-Rank r of n runs the shards r, r + n, ... of eight one after the other; with --graph shard r alone,
-in a CUDA graph with the all-reduce. The all-reduce is the caller's: cake computes one shard and
-knows of no other. NCCL where every rank has a supported GPU,
-else gloo on CPUs. The sum is compared with the reference of the unsharded layer; exit status 1 if
-it differs.
+Rank r of n runs the shards r, r + n, ... of eight one after the other; with --graph shard r in a
+CUDA graph with the all-reduce, the others before it. The all-reduce is the caller's: cake computes
+one shard and knows of no other. NCCL where every rank has a supported GPU, else gloo on CPUs. The
+sum is compared with the reference of the unsharded layer; exit status 1 if it differs.
 """
 
 from __future__ import annotations

@@ -100,7 +100,7 @@ def cutlass_fused_moe(
     batch_invariant : bool
         On a GPU, one arithmetic at every token count: a token's output row has the same bits at T =
         1 and T = 16384. Without it that holds on sm_90 within T = 1 .. 304 and within 305 .. 16384,
-        at a price that is in `docs/performance.md`; on sm_100 always. The environment variable
+        on sm_100 always; its price on sm_90 is in `docs/performance.md`. The environment variable
         CAKE_BATCH_INVARIANT=1, read at the first call, turns it on for all calls. cake's own
         argument; FlashInfer has none.
     enable_pdl, use_fused_finalize : bool, optional

@@ -98,8 +98,8 @@ def write_checkpoint(
     """Write a checkpoint: safetensors files, index and config.json.
 
     Experts hold the same values in all families and formats of one seed. Attention, norms, router
-    and shared experts lie beside them, and a dense layer 0, all in bfloat16. One file is in memory
-    at a time.
+    and shared experts lie beside them, and a dense layer 0, all in bfloat16. The experts of one
+    file are in memory at a time.
 
     Parameters
     ----------
