@@ -80,6 +80,26 @@ def register_parameters(
         add(f"w2_{name}", torch.float32, experts)
 
 
+class _CreatesWeights:
+    """What both frameworks' methods for ModelOpt NVFP4 experts do first."""
+
+    quant_config: Any
+
+    def create_weights(
+        self,
+        layer: Any,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size_per_partition: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        group_size = self.quant_config.group_size
+        register_parameters(
+            layer, num_experts, hidden_size, intermediate_size_per_partition, group_size
+        )
+
+
 class _Config:
     exclude_modules: tuple[str, ...] = ()
 
@@ -115,24 +135,10 @@ def vllm() -> Modules:
             shared_experts_input: Any,
         ) -> Any: ...
 
-    class ModelOptNvFp4FusedMoE(FusedMoEMethodBase):
+    class ModelOptNvFp4FusedMoE(_CreatesWeights, FusedMoEMethodBase):
         def __init__(self, quant_config: Any, moe_config: Any) -> None:
             super().__init__(moe_config)
             self.experts_cls = "vLLM's"
-
-        def create_weights(
-            self,
-            layer: Any,
-            num_experts: int,
-            hidden_size: int,
-            intermediate_size_per_partition: int,
-            params_dtype: torch.dtype,
-            **extra_weight_attrs: Any,
-        ) -> None:
-            group_size = self.quant_config.group_size
-            register_parameters(
-                layer, num_experts, hidden_size, intermediate_size_per_partition, group_size
-            )
 
     class ModelOptNvFp4Config(_Config):
         moe_activation_override = None
@@ -215,23 +221,9 @@ def sglang() -> Modules:
     class StandardCombineInput(NamedTuple):
         hidden_states: torch.Tensor
 
-    class ModelOptNvFp4FusedMoEMethod:
+    class ModelOptNvFp4FusedMoEMethod(_CreatesWeights):
         def __init__(self, quant_config: Any) -> None:
             raise ValueError("no kernel of SGLang's runs here")
-
-        def create_weights(
-            self,
-            layer: Any,
-            num_experts: int,
-            hidden_size: int,
-            intermediate_size_per_partition: int,
-            params_dtype: torch.dtype,
-            **extra_weight_attrs: Any,
-        ) -> None:
-            group_size = self.quant_config.group_size
-            register_parameters(
-                layer, num_experts, hidden_size, intermediate_size_per_partition, group_size
-            )
 
         def create_moe_runner(self, layer: Any, moe_runner_config: Any) -> None: ...
 

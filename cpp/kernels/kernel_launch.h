@@ -3,10 +3,10 @@
 // In every CTA of a kernel launched here at least one thread calls ptx::griddepcontrol_wait(), so
 // that the end of a grid means the end of all before it. Before its wait a kernel reads only what
 // the grid before its predecessor, or an earlier one, wrote; a predecessor that is read past in
-// this way (FC1) releases its dependents after its own wait. Such
-// data is read past L1 (common/tile.cuh), which may hold what was there before. FC2 also claims
-// work before its wait, from a counter that routing has set: this too rests on FC1 releasing FC2
-// after its own wait, and on every finalize waiting.
+// this way (FC1) releases its dependents after its own wait. Such data is read past L1
+// (common/tile.cuh), which may hold what was there before. FC2 also claims work before its wait,
+// from a counter that routing has set: this too rests on FC1 releasing FC2 after its own wait, and
+// on every finalize waiting.
 #pragma once
 
 #include <cuda_runtime.h>
