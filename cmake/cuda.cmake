@@ -36,7 +36,8 @@ function(cake_cuda_target target)
     CUDA_ARCHITECTURES "${CAKE_CUDA_ARCHITECTURES}" CUDA_VISIBILITY_PRESET hidden CUDA_STANDARD 20)
   target_compile_options(${target} PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:--compress-mode=size
     $<$<BOOL:${CAKE_LINEINFO}>:-lineinfo>
-    -Werror=all-warnings -Xptxas=--warn-on-spills,--warn-on-local-memory-usage
+    -Werror=all-warnings
+    $<IF:$<BOOL:${CAKE_EVERY_LANE_ARRIVES}>,-DCAKE_EVERY_LANE_ARRIVES,-Xptxas=--warn-on-spills$<COMMA>--warn-on-local-memory-usage>
     -Xcompiler=-Wall,-ffp-contract=off,-ffile-prefix-map=${CMAKE_SOURCE_DIR}/=>)
   target_link_libraries(${target} PUBLIC CUDA::cudart_static)
 endfunction()

@@ -3,6 +3,8 @@
 //
 //   route + quantize -> fc1 (SiTU, requantize)
 //   -> for each part of the output columns: fc2 -> finalize
+//
+// For one token on sm_90 (Plan::fc2_finalizes), fc2 finalizes as well.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -65,6 +67,11 @@ Status fused_moe(const Arguments& a) {
   const Plan plan =
       make_plan(a.num_tokens, gpu, a.batch_invariant || batch_invariant_by_environment());
   const WorkspacePointers w(a.workspace, Workspace(kShape, a.num_tokens));
+  const Slots slots{.topk_ids = a.topk_ids,
+                    .topk_weights = a.topk_weights,
+                    .ids_are_int64 = a.topk_ids_type == IdType::kInt64,
+                    .weights_are_float32 = a.topk_weights_type == WeightType::kFloat32,
+                    .num_experts = kShape.num_experts};
   // The prefill kernels' input as half lies where FC2's rows come later: FC1 has read it by then.
   uint8_t* const halves =
       plan.kernels == Kernels::kPrefill ? reinterpret_cast<uint8_t*>(w.fc2_rows) : nullptr;
@@ -120,13 +127,15 @@ Status fused_moe(const Arguments& a) {
                                      .num_pairs = a.num_tokens * kShape.top_k,
                                      .tile_parts = plan.fc2_tile_parts,
                                      .pool = plan.fc2_pool,
-                                     .work_counter = w.work_counter},
+                                     .work_counter = w.work_counter,
+                                     .slots = slots,
+                                     .output = static_cast<uint16_t*>(a.output)},
                                     plan, a.stream));
+    if (plan.fc2_finalizes) {
+      continue;
+    }
     CAKE_RETURN_IF_ERROR(
-        launch_finalize({.topk_ids = a.topk_ids,
-                         .topk_ids_type = a.topk_ids_type,
-                         .topk_weights = a.topk_weights,
-                         .topk_weights_type = a.topk_weights_type,
+        launch_finalize({.slots = slots,
                          .num_tokens = a.num_tokens,
                          .rows = w.fc2_rows,
                          .columns = blocks * kFc2BlockRows,

@@ -10,7 +10,9 @@ namespace cake {
 namespace {
 
 // Measured on an H200 (docs/performance.md).
-constexpr int32_t kMostDecodeTokens = 304;
+constexpr int32_t kMostDecodeTokens = 128;
+// Up to here the fullest expert of uniform routing has at most 64 pairs, typically.
+constexpr int32_t kMostShortTokens = 2048;
 // Above, most experts have more than 88 pairs: FC1 takes up to 176 at a time, FC2 half of a tile.
 constexpr int32_t kMostNarrowTokens = 5504;
 
@@ -80,17 +82,20 @@ Plan make_plan(int32_t num_tokens, const Gpu& gpu, bool batch_invariant) {
             .num_ctas = gpu.num_sms,
             .fc2_blocks = fc2_blocks_per_part(kKimiK3, num_tokens, sm100_part_bytes(num_tokens)),
             .fc2_tile_parts = 1,
+            .fc2_finalizes = false,
             .fc2_pool = fc2_pool(num_tokens, gpu)};
   }
   const bool decode = num_tokens <= kMostDecodeTokens && !batch_invariant;
   const bool wide = num_tokens > kMostNarrowTokens;
   return {.kernels = decode ? Kernels::kDecode : Kernels::kPrefill,
-          .tile_pairs = decode ? kDecodeTilePairs
-                        : wide ? kWidePrefillTilePairs
-                               : kPrefillTilePairs,
+          .tile_pairs = decode                           ? kDecodeTilePairs
+                        : num_tokens <= kMostShortTokens ? kShortPrefillTilePairs
+                        : wide                           ? kWidePrefillTilePairs
+                                                         : kPrefillTilePairs,
           .num_ctas = gpu.num_sms,
           .fc2_blocks = fc2_blocks_per_part(kKimiK3, num_tokens, kFc2RowsBytes),
           .fc2_tile_parts = wide ? 2 : 1,
+          .fc2_finalizes = decode && num_tokens == 1,
           .fc2_pool = fc2_pool(num_tokens, gpu)};
 }
 
@@ -105,7 +110,8 @@ std::string plan_text(int32_t num_tokens, bool batch_invariant, int32_t major, i
        << plan.tile_pairs << R"(, "tokens_per_chunk": )" << chunk << R"(, "fc2_parts": )"
        << (blocks + part - 1) / part << R"(, "fc2_columns_per_part": )" << part * kFc2BlockRows
        << R"(, "fc2_pool_part": )" << plan.fc2_pool.part << R"(, "fc2_pool_rows": )"
-       << plan.fc2_pool.claim_blocks * kFc2BlockRows << "}";
+       << plan.fc2_pool.claim_blocks * kFc2BlockRows << R"(, "fc2_finalizes": )"
+       << (plan.fc2_finalizes ? "true}" : "false}");
   return std::move(json).str();
 }
 

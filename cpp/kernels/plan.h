@@ -22,12 +22,13 @@ struct Gpu {
 
 enum class Kernels : uint8_t {
   kDecode,   // sm_90, few pairs per expert: bound by the weight stream, tiles of 8 pairs
-  kPrefill,  // sm_90, many: warpgroup MMA, tiles of up to 88 or 176 pairs
+  kPrefill,  // sm_90, many: warpgroup MMA, tiles of up to 64, 88 or 176 pairs
   kSm100,    // block-scaled MMA, tiles of up to 8 .. 128 pairs
 };
 
 // What the kernels are built for; launch.cu compares.
 inline constexpr int32_t kDecodeTilePairs = 8;
+inline constexpr int32_t kShortPrefillTilePairs = 64;
 inline constexpr int32_t kPrefillTilePairs = 88;
 inline constexpr int32_t kWidePrefillTilePairs = 2 * kPrefillTilePairs;
 inline constexpr std::array<int32_t, 5> kSm100TilePairs{8, 16, 32, 64, 128};
@@ -55,6 +56,7 @@ struct Plan {
   int32_t num_ctas;        // of FC1 and FC2
   int32_t fc2_blocks;      // of 128 output columns of a launch of FC2; the last may have fewer
   int32_t fc2_tile_parts;  // items that FC2 makes of a tile
+  bool fc2_finalizes;      // FC2 adds up the token's rows itself
   WorkPool fc2_pool;       // of blocks of kFc2BlockRows output columns of a tile
 };
 

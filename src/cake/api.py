@@ -99,7 +99,7 @@ def cutlass_fused_moe(
         given, no byte of the workspace needs to survive between calls.
     batch_invariant : bool
         On a GPU, one arithmetic at every token count: a token's output row has the same bits at T =
-        1 and T = 16384. Without it that holds on sm_90 within T = 1 .. 304 and within 305 .. 16384,
+        1 and T = 16384. Without it that holds on sm_90 within T = 1 .. 128 and within 129 .. 16384,
         on sm_100 always; its price on sm_90 is in `docs/performance.md`. The environment variable
         CAKE_BATCH_INVARIANT=1, read at the first call, turns it on for all calls. cake's own
         argument; FlashInfer has none.

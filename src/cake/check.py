@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from cake.info import Subparsers
     from cake.prepared_weights import PreparedWeights
 
-TOKENS = (1, 2, 3, 8, 16, 33, 64, 127, 129, 256, 304, 305, 512, 1024, 1025, 2048)
+TOKENS = (1, 2, 3, 8, 16, 33, 64, 127, 128, 129, 256, 305, 512, 1024, 1025, 2049)
 ROUTINGS: tuple[synthetic.Routing, ...] = synthetic.ROUTINGS
 _ROUTING_TOKENS = 40
 _REPEATS = 10

@@ -172,7 +172,8 @@ def _print_workspace(num_tokens: int, regions: list[dict[str, Any]], gpu: tuple[
         if plan["tokens_per_chunk"] < num_tokens:
             print(f"in chunks of up to {plan['tokens_per_chunk']} tokens")
         columns = plan["fc2_columns_per_part"]
-        print(f"FC2 and finalize in {plan['fc2_parts']} part(s) of {columns} columns")
+        launch = ", one launch" if plan["fc2_finalizes"] else ""
+        print(f"FC2 and finalize in {plan['fc2_parts']} part(s) of {columns} columns{launch}")
         if plan["fc2_pool_part"] > 0:
             print(
                 f"FC2 is pooled: one block in {plan['fc2_pool_part']} is claimed from the work "

@@ -118,6 +118,8 @@ def _introduce() -> None:
 def _plan_text(plan: Mapping[str, Any], num_tokens: int) -> str:
     text = f"{plan['kernels']} kernels, up to {plan['tile_pairs']} pairs a tile, "
     text += f"FC2 in {plan['fc2_parts']} part(s)"
+    if plan["fc2_finalizes"]:
+        text += " with finalize"
     if plan["tokens_per_chunk"] < num_tokens:
         text += ", in chunks of tokens"
     if plan["fc2_pool_part"] > 0:

@@ -98,8 +98,9 @@ std::string workspace_table(const Shape& shape, int32_t num_tokens);
 
 // How a GPU of compute capability `major`.x with `num_sms` multiprocessors runs a call with
 // `num_tokens` tokens (at least 1) of kKimiK3: a JSON object of kernels, pairs per tile, tokens per
-// chunk, parts of the output columns, and the pool of FC2's work: one block in `fc2_pool_part` is
-// claimed, `fc2_pool_rows` rows at a time (both 0: there is no pool).
+// chunk, parts of the output columns, the pool of FC2's work (one block in `fc2_pool_part` is
+// claimed, `fc2_pool_rows` rows at a time; both 0: there is no pool), and whether FC2 finalizes in
+// the same launch.
 std::string plan_text(int32_t num_tokens, bool batch_invariant = false, int32_t major = 9,
                       int32_t num_sms = 132);
 

@@ -28,10 +28,11 @@ inline constexpr int kUnitColumns = 128;
 inline constexpr int kScaleBlockBytes = 512;  // 128 rows x 4 scales
 
 // Tiles of up to kPairs pairs, whose sums take kPairs / 2 registers of each thread of the
-// kWarpgroups MMA warpgroups; N goes in steps of kColumnStep.
-template <int kPairs, int kGroups, int kStep>
+// kWarpgroups MMA warpgroups; N goes in steps of kColumnStep. A stage of FC1 has kStageUnits units.
+template <int kPairs, int kGroups, int kStep, int kUnits>
 struct Shape {
   static constexpr int kTilePairs = kPairs;
+  static constexpr int kStageUnits = kUnits;
   static constexpr int kPairRegisters = (kPairs + 31) / 32;  // a warp's pair ids, 32 in each
   static constexpr int kColumnStep = kStep;
   static constexpr int kWarpgroups = kGroups;
@@ -49,11 +50,14 @@ struct Shape {
                 "too many registers");
 };
 
+// Few pairs leave room for stages of two units: weights in requests of 128 bytes, half the
+// barriers.
+using Short = Shape<64, 4, 8, 2>;
 // Four warpgroups fill the issue slots while they dequantize for few pairs, but leave registers for
 // 88 pairs only.
-using Narrow = Shape<88, 4, 8>;
+using Narrow = Shape<88, 4, 8, 1>;
 // An expert with more pairs is dequantized once instead of twice.
-using Wide = Shape<176, 3, 16>;
+using Wide = Shape<176, 3, 16, 1>;
 
 inline constexpr int kPairRowBytes = 128;  // 64 columns as half
 
@@ -66,14 +70,19 @@ struct PairUnit {
 
 // A lane's first MMA row within the 16 of its warp is prepared row 16a + r of the 32 rows that two
 // warps share, the second one is 8 below. These are up and gate of feature 2r + a in FC1, outputs
-// 4r + 2a and + 1 in FC2: 8 consecutive features, 16 consecutive outputs a warp. Lanes of a quarter
-// warp have neighbouring r, which puts their 16-byte reads of rows of 64 or 192 bytes into
-// different banks.
+// 4r + 2a and + 1 in FC2. The lanes of a quarter warp read 64 bytes each of two rows, which have to
+// lie in different banks:
+//   rows of 64 or 192 bytes                   neighbouring r; 8 consecutive features, 16 outputs a
+//                                             warp
+//   kSwizzled: 128 bytes, 128-byte swizzle    r and r + 4; two runs of 4 features a warp
+template <bool kSwizzled = false>
 struct LaneRow {
   int32_t r, a;
 
   __device__ __forceinline__ LaneRow(int32_t warp, int32_t lane)
-      : r((lane >> 2 & 1) + 2 * (lane >> 4) + 4 * (warp & 1)), a(lane >> 3 & 1) {}
+      : r(kSwizzled ? 4 * (lane >> 2 & 1) + (lane >> 4) + 2 * (warp & 1)
+                    : (lane >> 2 & 1) + 2 * (lane >> 4) + 4 * (warp & 1)),
+        a(lane >> 3 & 1) {}
 
   __device__ __forceinline__ int32_t row() const { return 16 * a + r; }
   __device__ __forceinline__ int32_t feature() const { return 2 * r + a; }

@@ -23,10 +23,39 @@ struct DealtItems {
   __device__ __forceinline__ int32_t part(int32_t i) const { return item(i) % per_tile; }
 };
 
+// The same, but items of the last round, if they are few enough, are dealt in halves: a CTA has the
+// first or second half of one, its last.
+struct HalvedItems : DealtItems {
+  int32_t halved_round;  // -1: none
+
+  __device__ __forceinline__ explicit HalvedItems(const DealtItems& items)
+      : DealtItems(items), halved_round(-1) {
+    const auto grid = static_cast<int32_t>(gridDim.x);
+    const int32_t num_items = num_tiles * per_tile;
+    if (num_items % grid * 2 <= grid) {
+      halved_round = num_items / grid;
+    }
+  }
+
+  __device__ __forceinline__ bool is_half(int32_t i) const { return i == halved_round; }
+  __device__ __forceinline__ int32_t half(int32_t i) const {
+    return is_half(i) ? static_cast<int32_t>(blockIdx.x) % 2 : 0;
+  }
+  __device__ __forceinline__ int32_t item(int32_t i) const {
+    return is_half(i) ? i * static_cast<int32_t>(gridDim.x) + static_cast<int32_t>(blockIdx.x) / 2
+                      : DealtItems::item(i);
+  }
+  __device__ __forceinline__ Tile tile(int32_t i) const {
+    return item(i) < num_tiles * per_tile ? load_tile(tiles + item(i) / per_tile) : Tile{};
+  }
+  __device__ __forceinline__ int32_t part(int32_t i) const { return item(i) % per_tile; }
+};
+
 // Walks the items of this CTA, with each tile looked up one item ahead.
+template <class Items = DealtItems>
 class TileCursor {
  public:
-  __device__ __forceinline__ explicit TileCursor(const DealtItems& items)
+  __device__ __forceinline__ explicit TileCursor(const Items& items)
       : items_(items), tile_(items.tile(0)), next_(items.tile(1)) {}
 
   __device__ __forceinline__ const Tile& tile() const { return tile_; }
@@ -34,6 +63,8 @@ class TileCursor {
   __device__ __forceinline__ int32_t index() const { return index_; }
   // Which of its tile's items this is, 0 .. per_tile - 1.
   __device__ __forceinline__ int32_t part() const { return items_.part(index_); }
+  __device__ __forceinline__ bool is_half() const { return items_.is_half(index_); }
+  __device__ __forceinline__ int32_t half() const { return items_.half(index_); }
 
   __device__ __forceinline__ void advance() {
     ++index_;
@@ -42,7 +73,7 @@ class TileCursor {
   }
 
  private:
-  const DealtItems items_;
+  const Items items_;
   int32_t index_ = 0;
   Tile tile_;
   Tile next_;

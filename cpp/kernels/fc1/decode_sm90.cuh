@@ -321,13 +321,15 @@ __global__ void __launch_bounds__(Decode::kThreads, 1)
   if (threadIdx.x == 0) {
     for (int s = 0; s < Decode::kStages; ++s) {
       ptx::mbarrier_init(ptx::shared_address(&shared.full[s]), 1);
-      ptx::mbarrier_init(ptx::shared_address(&shared.empty[s]), Decode::kMmaWarps);
+      ptx::mbarrier_init(ptx::shared_address(&shared.empty[s]), Decode::kMmaWarps * kWarpArrivals);
     }
     for (int b = 0; b < 2; ++b) {
       ptx::mbarrier_init(ptx::shared_address(&shared.scales_full[b]), 1);
-      ptx::mbarrier_init(ptx::shared_address(&shared.scales_empty[b]), Decode::kMmaWarps);
-      ptx::mbarrier_init(ptx::shared_address(&shared.sums_full[b]), Decode::kMmaWarps);
-      ptx::mbarrier_init(ptx::shared_address(&shared.sums_empty[b]), 1);
+      ptx::mbarrier_init(ptx::shared_address(&shared.scales_empty[b]),
+                         Decode::kMmaWarps * kWarpArrivals);
+      ptx::mbarrier_init(ptx::shared_address(&shared.sums_full[b]),
+                         Decode::kMmaWarps * kWarpArrivals);
+      ptx::mbarrier_init(ptx::shared_address(&shared.sums_empty[b]), kWarpArrivals);
     }
     ptx::fence_mbarrier_init();
   }

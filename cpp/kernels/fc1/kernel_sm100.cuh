@@ -59,7 +59,7 @@ __device__ __forceinline__ void load_weights(const Params& params, const CUtenso
   const uint64_t policy = items.num_tiles > Config::kExperts ? ptx::createpolicy_evict_normal()
                                                              : ptx::createpolicy_evict_first();
   RingPosition<Config::kStages> ring;
-  for (TileCursor cursor(items); cursor.tile().count > 0; cursor.advance()) {
+  for (TileCursor<> cursor(items); cursor.tile().count > 0; cursor.advance()) {
     const int32_t block = cursor.tile().expert * Config::kParts + cursor.part();
     const uint8_t* const scales = params.w13_sf + int64_t{block} * Config::kItemScaleBytes;
 #pragma unroll 1
@@ -99,7 +99,7 @@ __device__ __forceinline__ void multiply(Sm100Storage<kN>& shared, const DealtIt
       tcgen05::scale_descriptor(ptx::shared_address(stage.token_scales));
   RingPosition<Config::kStages> ring;
   RingPosition<2> sums;
-  for (TileCursor cursor(items); cursor.tile().count > 0; cursor.advance()) {
+  for (TileCursor<> cursor(items); cursor.tile().count > 0; cursor.advance()) {
     const int32_t columns = mma_columns(cursor.tile());
     const uint32_t instruction =
         tcgen05::instruction_descriptor(columns - (model::planted(PlantedBug::kWrongN) ? 8 : 0));
@@ -157,7 +157,7 @@ __device__ __forceinline__ void epilogue_warp(const Params& params, Sm100Storage
   using Config = Sm100<kN>;
   const uint32_t rows = tensor_memory + tcgen05::tensor_address(32 * warp, 0);
   RingPosition<2> sums;
-  for (TileCursor cursor(items); cursor.tile().count > 0; cursor.advance()) {
+  for (TileCursor<> cursor(items); cursor.tile().count > 0; cursor.advance()) {
     const Sm100Item item(params, cursor.tile(), cursor.part() * Config::kEpilogueWarps + warp);
     const uint32_t sum_columns = rows + sums.stage * Config::kSumColumns;
     if (!model::planted(PlantedBug::kMissingCommitWait)) {
@@ -209,12 +209,14 @@ __global__ void __launch_bounds__(Sm100<kN>::kThreads + model::kEngineThreads, 1
     ptx::prefetch_tensormap(w13_map);
     ptx::prefetch_tensormap(input_map);
     for (int s = 0; s < Config::kStages; ++s) {
-      ptx::mbarrier_init(ptx::shared_address(&shared.full[s]), 3);  // weights, token rows, scales
+      ptx::mbarrier_init(ptx::shared_address(&shared.full[s]),
+                         2 + kWarpArrivals);  // weights, token rows; scales
       ptx::mbarrier_init(ptx::shared_address(&shared.empty[s]), 1);
     }
     for (int b = 0; b < 2; ++b) {
       ptx::mbarrier_init(ptx::shared_address(&shared.sums_full[b]), 1);
-      ptx::mbarrier_init(ptx::shared_address(&shared.sums_empty[b]), Config::kEpilogueWarps);
+      ptx::mbarrier_init(ptx::shared_address(&shared.sums_empty[b]),
+                         Config::kEpilogueWarps * kWarpArrivals);
     }
     ptx::fence_mbarrier_init();
   }

@@ -31,9 +31,15 @@ Status launch_prefill(const fc1::Params& params, LaunchConfig where) {
   where.block = dim3(Config::kThreads);
   where.shared_bytes = sizeof(fc1::PrefillStorage<Config>);
   CUtensorMap w13_map;
-  CAKE_RETURN_IF_ERROR(make_byte_map(params.w13, 2ull * kKimiK3.num_experts * Config::kIntermediate,
-                                     Config::kHidden / 2, Config::kRows, Config::kUnitBytes,
-                                     &w13_map));
+  constexpr uint64_t kAllRows = 2ull * kKimiK3.num_experts * Config::kIntermediate;
+  constexpr uint64_t kRowBytes = Config::kHidden / 2;
+  if constexpr (Config::kSwizzled) {
+    CAKE_RETURN_IF_ERROR(
+        make_swizzled_byte_map(params.w13, kAllRows, kRowBytes, Config::kBoxRows, &w13_map));
+  } else {
+    CAKE_RETURN_IF_ERROR(make_byte_map(params.w13, kAllRows, kRowBytes, Config::kBoxRows,
+                                       Config::kRowBytes, &w13_map));
+  }
   return launch("cake_fc1_prefill_sm90", where, &fc1::cake_fc1_prefill_sm90<Shape>, params,
                 w13_map);
 }
@@ -47,6 +53,7 @@ Status load_prefill() {
 }  // namespace
 
 static_assert(fc1::Decode::kTilePairs == kDecodeTilePairs);
+static_assert(grouped_mma::Short::kTilePairs == kShortPrefillTilePairs);
 static_assert(grouped_mma::Narrow::kTilePairs == kPrefillTilePairs);
 static_assert(grouped_mma::Wide::kTilePairs == kWidePrefillTilePairs);
 
@@ -62,6 +69,7 @@ Status load_fc1(Architecture architecture) {
   }
   CAKE_RETURN_IF_ERROR(
       load_kernel("cake_fc1_decode_sm90", &fc1::cake_fc1_decode_sm90, sizeof(fc1::DecodeStorage)));
+  CAKE_RETURN_IF_ERROR(load_prefill<grouped_mma::Short>());
   CAKE_RETURN_IF_ERROR(load_prefill<grouped_mma::Narrow>());
   return load_prefill<grouped_mma::Wide>();
 }
@@ -79,8 +87,14 @@ Status launch_fc1(const fc1::Params& params, const Plan& plan, void* stream) {
     where.shared_bytes = sizeof(fc1::DecodeStorage);
     return launch("cake_fc1_decode_sm90", where, &fc1::cake_fc1_decode_sm90, params);
   }
-  return plan.tile_pairs == kPrefillTilePairs ? launch_prefill<grouped_mma::Narrow>(params, where)
-                                              : launch_prefill<grouped_mma::Wide>(params, where);
+  switch (plan.tile_pairs) {
+    case kShortPrefillTilePairs:
+      return launch_prefill<grouped_mma::Short>(params, where);
+    case kPrefillTilePairs:
+      return launch_prefill<grouped_mma::Narrow>(params, where);
+    default:
+      return launch_prefill<grouped_mma::Wide>(params, where);
+  }
 }
 
 }  // namespace cake

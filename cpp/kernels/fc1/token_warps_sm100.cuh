@@ -89,7 +89,7 @@ __device__ __forceinline__ void load_tokens(const Params& params, const CUtensor
                                             int32_t turn, int32_t lane) {
   using Config = Sm100<kN>;
   using Pairs = LanePairs<kN>;
-  TileCursor cursor(items);
+  TileCursor<> cursor(items);
   Pairs pairs(params, cursor.tile(), lane);
   Pairs next_pairs = pairs;
   int32_t k = turn;

@@ -25,38 +25,29 @@
 // had finished), so the weights start before the wait.
 #pragma once
 
-#include <cuda_bf16.h>
-
 #include <cstdint>
 
-#include "common/dequantize.cuh"
 #include "common/pipeline.cuh"
 #include "common/tile.cuh"
 #include "common/work_pool.cuh"
+#include "fc2/decode_block_sm90.cuh"
 #include "fc2/params.h"
 #include "ptx/bulk_copy.cuh"
 #include "ptx/elect.cuh"
 #include "ptx/mbarrier.cuh"
-#include "ptx/mma.cuh"
 #include "ptx/pdl.cuh"
 
 namespace cake::fc2 {
 
-struct Decode {
-  static constexpr int kHidden = 3584;
-  static constexpr int kIntermediate = 384;
-  static constexpr int kRowBytes = kIntermediate / 2;
-  static constexpr int kScaleRowBytes = kIntermediate / 16;
-  static constexpr int kBlockRows = 128;
+struct Decode : DecodeBlock {
+  static constexpr int kBlockRows = kScaleRows;
   static constexpr int kExpertBlocks = kHidden / kBlockRows;
-  static constexpr int kTilePairs = 8;
   static constexpr int kMmaGroups = 4;
   static constexpr int kMmaWarps = 4 * kMmaGroups;
   static constexpr int kThreads = (kMmaWarps + 1) * 32;
   static constexpr int kStages = 8;
   static constexpr int kItems = 8;  // of a block or more: as many as fill the stages
   static constexpr int kWeightBytes = kBlockRows * kRowBytes;
-  static constexpr int kScaleBytes = kBlockRows * kScaleRowBytes;
 };
 static_assert(Decode::kStages % Decode::kMmaGroups == 0, "a stage must belong to one MMA group");
 
@@ -119,35 +110,9 @@ __device__ __forceinline__ void load_thread(const Params& params, DecodeStorage&
   }
 }
 
-// The tile's intermediate for this lane: columns 128c + 32t .. + 31 of pair `lane / 4`, c = 0, 1,
-// 2: 32 codes and two scales each.
-__device__ __forceinline__ void load_pairs(const Params& params, int32_t first, int32_t count,
-                                           int32_t lane, uint32_t (&pairs)[3][4][4]) {
-  const int32_t column = lane / 4;
-  const int32_t t = lane % 4;
-  const bool valid = column < count;
-  const int64_t pair = valid ? params.expert_pairs[first + column] : 0;
-#pragma unroll
-  for (int c = 0; c < 3; ++c) {
-    uint4 codes{};
-    uint32_t scales = 0;
-    if (valid) {
-      codes = *reinterpret_cast<const uint4*>(params.input + pair * Decode::kRowBytes + c * 64 +
-                                              t * 16);
-      scales = *reinterpret_cast<const uint16_t*>(params.input_sf + pair * Decode::kScaleRowBytes +
-                                                  c * 8 + t * 2);
-    }
-    const ScalePair scale = scale_pair(scales);
-    dequantize8(codes.x, scale.first, pairs[c][0]);
-    dequantize8(codes.y, scale.first, pairs[c][1]);
-    dequantize8(codes.z, scale.second, pairs[c][2]);
-    dequantize8(codes.w, scale.second, pairs[c][3]);
-  }
-}
-
 __device__ __forceinline__ void mma_warp(const Params& params, DecodeStorage& shared, int32_t warp,
                                          int32_t lane) {
-  const int32_t rows = warp % 4 * 32;  // this warp's 32 rows of a block
+  const int32_t quarter = warp % 4;  // of a block: this warp's 32 rows
   const int32_t g = lane / 4;
   const int32_t t = lane % 4;
   constexpr uint32_t kBlockBytes = Decode::kBlockRows * 2;  // of an output row
@@ -174,66 +139,27 @@ __device__ __forceinline__ void mma_warp(const Params& params, DecodeStorage& sh
     for (int j = 0; j < 2; ++j) {
       outputs[j] = 2 * t + j < item.count
                        ? params.expert_pairs[item.first + 2 * t + j] * row_bytes +
-                             (item.block - item.first_use) * kBlockBytes + (rows + 4 * g) * 2
+                             (item.block - item.first_use) * kBlockBytes +
+                             (quarter * Decode::kRows + 4 * g) * 2
                        : kNone;
     }
     // Undoes the dequantization factors as well.
     const float alpha = params.fc2_alpha[item.expert] * kDequantizedSquare;
-    uint32_t pairs[3][4][4];
-    load_pairs(params, item.first, item.count, lane, pairs);
+    const int64_t pair = g < item.count ? params.expert_pairs[item.first + g] : -1;
+    const DecodePairs pairs(params, pair, lane);
 #pragma unroll 1
     for (; use < item.end_use; use += Decode::kMmaGroups) {
       const Slot<Decode::kStages> slot(static_cast<uint32_t>(use));
       ptx::mbarrier_wait(ptx::shared_address(&shared.full[slot.stage]), slot.parity);
-      const uint8_t* weights =
-          shared.stages[slot.stage].weights + (rows + g) * Decode::kRowBytes + t * 16;
-      // Scale blocks of 512 bytes hold 4 columns: [row % 32][row / 32 % 4][column % 4].
-      const uint8_t* scales =
-          shared.stages[slot.stage].scales + t / 2 * 512 + g * 16 + warp % 4 * 4 + t % 2 * 2;
-      float sums[2][4] = {};
-#pragma unroll
-      for (int c = 0; c < 3; ++c) {
-#pragma unroll
-        for (int m = 0; m < 2; ++m) {
-          uint4 codes[2];  // of rows 16m + g and 16m + g + 8
-          ScalePair scale[2];
-#pragma unroll
-          for (int r = 0; r < 2; ++r) {
-            const int eight = 2 * m + r;
-            codes[r] =
-                *reinterpret_cast<const uint4*>(weights + eight * 8 * Decode::kRowBytes + c * 64);
-            scale[r] =
-                scale_pair(*reinterpret_cast<const uint16_t*>(scales + c * 1024 + eight * 128));
-          }
-          const uint32_t low[4] = {codes[0].x, codes[0].y, codes[0].z, codes[0].w};
-          const uint32_t high[4] = {codes[1].x, codes[1].y, codes[1].z, codes[1].w};
-#pragma unroll
-          for (int k = 0; k < 4; ++k) {
-            uint32_t a[4];
-            uint32_t b[4];
-            dequantize8(low[k], k < 2 ? scale[0].first : scale[0].second, a);
-            dequantize8(high[k], k < 2 ? scale[1].first : scale[1].second, b);
-            const uint32_t (&pair_words)[4] = pairs[c][k];
-            ptx::mma_m16n8k16(sums[m], a[0], b[0], a[1], b[1], pair_words[0], pair_words[1]);
-            ptx::mma_m16n8k16(sums[m], a[2], b[2], a[3], b[3], pair_words[2], pair_words[3]);
-          }
-        }
-      }
-      // The sums depend on the loads of the whole warp.
-      release_after(shared.empty[slot.stage], lane,
-                    __float_as_uint(sums[0][0]) | __float_as_uint(sums[1][0]));
-      // Prepared rows g, g + 8, g + 16, g + 24 are four consecutive outputs.
+      const DecodeStorage::Stage& stage = shared.stages[slot.stage];
+      const DecodeSums sums(stage.weights + quarter * Decode::kRows * Decode::kRowBytes,
+                            stage.scales, quarter, pairs, lane);
+      release_after(shared.empty[slot.stage], lane, sums.loaded());
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         if (outputs[j] != kNone) {
-          const __nv_bfloat162 low =
-              __floats2bfloat162_rn(sums[0][j] * alpha, sums[0][2 + j] * alpha);
-          const __nv_bfloat162 high =
-              __floats2bfloat162_rn(sums[1][j] * alpha, sums[1][2 + j] * alpha);
           *reinterpret_cast<uint2*>(reinterpret_cast<uint8_t*>(params.rows) +
-                                    (outputs[j] + use * kBlockBytes)) =
-              make_uint2(*reinterpret_cast<const uint32_t*>(&low),
-                         *reinterpret_cast<const uint32_t*>(&high));
+                                    (outputs[j] + use * kBlockBytes)) = sums.outputs(j, alpha);
         }
       }
     }
@@ -252,11 +178,12 @@ __global__ void __launch_bounds__(Decode::kThreads, 1)
   if (threadIdx.x == 0) {
     for (int i = 0; i < Decode::kItems; ++i) {
       ptx::mbarrier_init(ptx::shared_address(&shared.item_full[i]), 1);
-      ptx::mbarrier_init(ptx::shared_address(&shared.item_empty[i]), Decode::kMmaWarps);
+      ptx::mbarrier_init(ptx::shared_address(&shared.item_empty[i]),
+                         Decode::kMmaWarps * kWarpArrivals);
     }
     for (int s = 0; s < Decode::kStages; ++s) {
       ptx::mbarrier_init(ptx::shared_address(&shared.full[s]), 1);
-      ptx::mbarrier_init(ptx::shared_address(&shared.empty[s]), 4);
+      ptx::mbarrier_init(ptx::shared_address(&shared.empty[s]), 4 * kWarpArrivals);
     }
     ptx::fence_mbarrier_init();
   }

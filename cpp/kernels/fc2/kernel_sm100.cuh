@@ -64,14 +64,14 @@ __device__ __forceinline__ void init_barriers(Sm100Storage<kN>& shared) {
     }
   };
   init(shared.item_full, 1);
-  init(shared.item_ready, 1);
-  init(shared.item_empty, Sm100<kN>::kEpilogueWarps);
+  init(shared.item_ready, kWarpArrivals);
+  init(shared.item_empty, Sm100<kN>::kEpilogueWarps * kWarpArrivals);
   init(shared.full, 1);
   init(shared.empty, 1);
-  init(shared.tokens_full, 2);  // rows, scales
+  init(shared.tokens_full, 1 + kWarpArrivals);  // rows; scales
   init(shared.tokens_empty, 1);
   init(shared.sums_full, 1);
-  init(shared.sums_empty, Sm100<kN>::kEpilogueWarps);
+  init(shared.sums_empty, Sm100<kN>::kEpilogueWarps * kWarpArrivals);
   ptx::fence_mbarrier_init();
 }
 

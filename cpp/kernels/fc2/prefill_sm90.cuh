@@ -31,10 +31,9 @@
 // had finished), so the weights start before the wait.
 #pragma once
 
-#include <cuda_bf16.h>
-
 #include <cstdint>
 
+#include "common/bf16_pair.cuh"
 #include "common/grouped_mma_sm90.cuh"
 #include "common/pipeline.cuh"
 #include "common/swizzled_storage.cuh"
@@ -76,7 +75,7 @@ __device__ __forceinline__ void multiply_block(PrefillStorage& shared, const Mma
                                                const PrefillItem& item,
                                                float (&sums)[Prefill::kTilePairs / 2]) {
   using namespace grouped_mma;
-  const int32_t row = LaneRow(self.warp(), self.lane()).row();
+  const int32_t row = LaneRow<>(self.warp(), self.lane()).row();
   const int32_t t = self.lane() % 4;
   const Slot<Prefill::kStages> stage_slot = self.stage();
   const PrefillStorage::Stage& stage = shared.stages[stage_slot.stage];
@@ -137,7 +136,7 @@ __device__ __forceinline__ void store_outputs(const Params& params, const Prefil
   const uint32_t row_bytes = params.num_blocks * (Prefill::kBlockRows * 2);
   const int32_t column = (item.block + self.use - item.first_use) * Prefill::kBlockRows +
                          self.rows_of_two() * 32 +
-                         2 * grouped_mma::LaneRow(self.warp(), self.lane()).feature();
+                         2 * grouped_mma::LaneRow<>(self.warp(), self.lane()).feature();
   uint16_t* const outputs = params.rows + column;
   const float alpha = item.alpha;
   const auto* pair_ids = reinterpret_cast<const int2*>(item.pair_ids + 2 * t);
@@ -147,12 +146,10 @@ __device__ __forceinline__ void store_outputs(const Params& params, const Prefil
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
       const int32_t pair = c == 0 ? ids.x : ids.y;
-      const __nv_bfloat162 two =
-          __floats2bfloat162_rn(sums[4 * j + c] * alpha, sums[4 * j + 2 + c] * alpha);
       ptx::st_global_if(pair >= 0,
                         reinterpret_cast<uint8_t*>(outputs) +
                             static_cast<uint64_t>(static_cast<uint32_t>(pair)) * row_bytes,
-                        *reinterpret_cast<const uint32_t*>(&two));
+                        bf16_pair(sums[4 * j + c] * alpha, sums[4 * j + 2 + c] * alpha));
     }
   }
 }
@@ -200,15 +197,19 @@ __global__ void __launch_bounds__(Prefill::kThreads, 1)
   if (threadIdx.x == 0) {
     for (int s = 0; s < Prefill::kStages; ++s) {
       ptx::mbarrier_init(ptx::shared_address(&shared.full[s]), 1);
-      ptx::mbarrier_init(ptx::shared_address(&shared.empty[s]), Prefill::kMmaWarps / 2);
+      ptx::mbarrier_init(ptx::shared_address(&shared.empty[s]),
+                         Prefill::kMmaWarps / 2 * kWarpArrivals);
     }
     for (int w = 0; w < Prefill::kWorks; ++w) {
       ptx::mbarrier_init(ptx::shared_address(&shared.work_full[w]), 1);
-      ptx::mbarrier_init(ptx::shared_address(&shared.work_empty[w]), Prefill::kUnpackWarps);
+      ptx::mbarrier_init(ptx::shared_address(&shared.work_empty[w]),
+                         Prefill::kUnpackWarps * kWarpArrivals);
     }
     for (int u = 0; u < Prefill::kSlots; ++u) {
-      ptx::mbarrier_init(ptx::shared_address(&shared.pairs_full[u]), Prefill::kUnpackWarps);
-      ptx::mbarrier_init(ptx::shared_address(&shared.pairs_empty[u]), Prefill::kMmaWarps);
+      ptx::mbarrier_init(ptx::shared_address(&shared.pairs_full[u]),
+                         Prefill::kUnpackWarps * kWarpArrivals);
+      ptx::mbarrier_init(ptx::shared_address(&shared.pairs_empty[u]),
+                         Prefill::kMmaWarps * kWarpArrivals);
     }
     ptx::fence_mbarrier_init();
   }

@@ -1,3 +1,4 @@
+#include "cake/fused_moe.h"
 #include "finalize/kernel.cuh"
 #include "finalize/launch.h"
 #include "kernel_launch.h"
@@ -10,11 +11,7 @@ Status load_finalize() { return load_kernel("cake_finalize", &finalize::cake_fin
 Status launch_finalize(const FinalizeArguments& a) {
   const nvtx::Range range("cake/finalize");
   finalize::Params params{};
-  params.topk_ids = a.topk_ids;
-  params.topk_weights = a.topk_weights;
-  params.ids_are_int64 = a.topk_ids_type == IdType::kInt64;
-  params.weights_are_float32 = a.topk_weights_type == WeightType::kFloat32;
-  params.num_experts = kKimiK3.num_experts;
+  params.slots = a.slots;
   params.rows = static_cast<const uint16_t*>(a.rows);
   params.output = static_cast<uint16_t*>(a.output);
   params.columns = a.columns;

@@ -1,14 +1,12 @@
 #pragma once
 
-#include "cake/fused_moe.h"
+#include "cake/status.h"
+#include "common/slots.h"
 
 namespace cake {
 
 struct FinalizeArguments {
-  const void* topk_ids;  // [T, 16]
-  IdType topk_ids_type;
-  const void* topk_weights;  // [T, 16]
-  WeightType topk_weights_type;
+  Slots slots;
   int32_t num_tokens;
   const void* rows;  // bf16 [P, columns]
   int32_t columns;   // a multiple of 128

@@ -25,9 +25,10 @@ Status launch_quantize(const QuantizeArguments& a) {
   where.grid = dim3(static_cast<unsigned>(blocks));
   where.block = dim3(kThreads);
   where.stream = static_cast<cudaStream_t>(a.stream);
-  const bool aligned = reinterpret_cast<uintptr_t>(a.input) % 16 == 0 && a.input_stride % 8 == 0;
-  return launch("cake_quantize", where, aligned ? &cake_quantize<true> : &cake_quantize<false>,
-                params);
+  return launch(
+      "cake_quantize", where,
+      rows_are_aligned(a.input, a.input_stride) ? &cake_quantize<true> : &cake_quantize<false>,
+      params);
 }
 
 }  // namespace cake::quantize

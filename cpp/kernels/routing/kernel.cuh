@@ -120,10 +120,6 @@ __device__ __forceinline__ void route_few(const Params& params, FewStorage& shar
     reinterpret_cast<int32_t*>(shared.experts)[pair] = expert;
   }
   __syncthreads();
-  if (pair >= kFewPairs) {
-    __syncthreads();
-    return;
-  }
   // Calls visit(i, word i of `words`) for every pair; their number is a multiple of 16.
   const auto for_all = [&](const int4* words, const auto& visit) {
     for (int32_t i = 0; i < params.num_pairs; i += 4) {
@@ -137,19 +133,25 @@ __device__ __forceinline__ void route_few(const Params& params, FewStorage& shar
   int32_t before = 0;  // pairs of experts before this one
   int32_t ahead = 0;   // earlier pairs of this expert
   int32_t total = 0;   // all pairs of this expert
-  for_all(shared.experts, [&](int32_t i, int32_t other) {
-    before += other < expert ? 1 : 0;
-    total += other == expert ? 1 : 0;
-    ahead += other == expert && i < pair ? 1 : 0;
-  });
-  const bool first = expert < kExperts && ahead == 0;
-  const int32_t num_tiles = first ? (total + params.tile_pairs - 1) / params.tile_pairs : 0;
-  static_assert(kFewPairs < 256);
-  reinterpret_cast<int32_t*>(shared.tiles)[pair] = expert * 256 + num_tiles;
-  if (expert < kExperts) {
-    params.expert_pairs[before + ahead] = pair;
+  int32_t num_tiles = 0;
+  if (pair < kFewPairs) {
+    for_all(shared.experts, [&](int32_t i, int32_t other) {
+      before += other < expert ? 1 : 0;
+      total += other == expert ? 1 : 0;
+      ahead += other == expert && i < pair ? 1 : 0;
+    });
+    const bool first = expert < kExperts && ahead == 0;
+    num_tiles = first ? (total + params.tile_pairs - 1) / params.tile_pairs : 0;
+    static_assert(kFewPairs < 256);
+    reinterpret_cast<int32_t*>(shared.tiles)[pair] = expert * 256 + num_tiles;
+    if (expert < kExperts) {
+      params.expert_pairs[before + ahead] = pair;
+    }
   }
-  __syncthreads();
+  __syncthreads();  // one for all: synccheck counts barriers by their place in the code
+  if (pair >= kFewPairs) {
+    return;
+  }
   int32_t first_tile = 0;
   int32_t all_tiles = 0;
   for_all(shared.tiles, [&](int32_t, int32_t other) {

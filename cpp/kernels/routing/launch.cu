@@ -54,10 +54,10 @@ Status launch_route_quantize(const RouteQuantizeArguments& a) {
   where.cluster = cluster;
   where.shared_bytes = sizeof(routing::Storage);
   where.stream = static_cast<cudaStream_t>(a.stream);
-  const bool aligned = reinterpret_cast<uintptr_t>(a.input) % 16 == 0 && a.input_stride % 8 == 0;
-  return launch(
-      "cake_route_quantize", where,
-      aligned ? &routing::cake_route_quantize<true> : &routing::cake_route_quantize<false>, params);
+  return launch("cake_route_quantize", where,
+                rows_are_aligned(a.input, a.input_stride) ? &routing::cake_route_quantize<true>
+                                                          : &routing::cake_route_quantize<false>,
+                params);
 }
 
 }  // namespace cake
