@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "common/deal.h"
 #include "common/tile.cuh"
 
 namespace cake {
@@ -15,7 +16,7 @@ struct DealtItems {
   int32_t per_tile;
 
   __device__ __forceinline__ int32_t item(int32_t i) const {
-    return static_cast<int32_t>(blockIdx.x) + i * static_cast<int32_t>(gridDim.x);
+    return dealt_item(i, static_cast<int32_t>(blockIdx.x), static_cast<int32_t>(gridDim.x));
   }
   __device__ __forceinline__ Tile tile(int32_t i) const {
     return item(i) < num_tiles * per_tile ? load_tile(tiles + item(i) / per_tile) : Tile{};
@@ -26,24 +27,20 @@ struct DealtItems {
 // The same, but items of the last round, if they are few enough, are dealt in halves: a CTA has the
 // first or second half of one, its last.
 struct HalvedItems : DealtItems {
-  int32_t halved_round;  // -1: none
+  int32_t last_round;  // whose items are halved; -1: none
 
   __device__ __forceinline__ explicit HalvedItems(const DealtItems& items)
-      : DealtItems(items), halved_round(-1) {
-    const auto grid = static_cast<int32_t>(gridDim.x);
-    const int32_t num_items = num_tiles * per_tile;
-    if (num_items % grid * 2 <= grid) {
-      halved_round = num_items / grid;
-    }
-  }
+      : DealtItems(items),
+        last_round(halved_round(num_tiles * per_tile, static_cast<int32_t>(gridDim.x))) {}
 
-  __device__ __forceinline__ bool is_half(int32_t i) const { return i == halved_round; }
+  __device__ __forceinline__ bool is_half(int32_t i) const { return i == last_round; }
   __device__ __forceinline__ int32_t half(int32_t i) const {
     return is_half(i) ? static_cast<int32_t>(blockIdx.x) % 2 : 0;
   }
   __device__ __forceinline__ int32_t item(int32_t i) const {
-    return is_half(i) ? i * static_cast<int32_t>(gridDim.x) + static_cast<int32_t>(blockIdx.x) / 2
-                      : DealtItems::item(i);
+    return is_half(i)
+               ? halved_item(i, static_cast<int32_t>(blockIdx.x), static_cast<int32_t>(gridDim.x))
+               : DealtItems::item(i);
   }
   __device__ __forceinline__ Tile tile(int32_t i) const {
     return item(i) < num_tiles * per_tile ? load_tile(tiles + item(i) / per_tile) : Tile{};
