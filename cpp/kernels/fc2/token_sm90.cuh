@@ -8,7 +8,7 @@
 //   full[w]   warp w's weights are there   (1 arrival + bytes)
 //
 // Weights, tile list and slots do not depend on FC1 (which released this grid only after routing
-// had finished), so the weights start before the wait.
+// had finished), so they are fetched before the wait.
 #pragma once
 
 #include <cstdint>
@@ -42,15 +42,15 @@ struct TokenStorage {
 };
 static_assert(sizeof(TokenStorage) <= 232448, "shared memory exceeds 227 KB");
 
-// One warp's tile: the rows of its pairs, which are slots of the token.
-__device__ __forceinline__ void multiply_tile(const Params& params, TokenStorage& shared,
-                                              const Tile& tile, int32_t warp, int32_t lane) {
-  const auto column_block = static_cast<int32_t>(blockIdx.x);
-  const uint32_t full = ptx::shared_address(&shared.full[warp]);
-  TokenStorage::Weights& weights = shared.weights[warp];
+// Starts the copies of the weights of a warp's tile.
+__device__ __forceinline__ void fetch_weights(const Params& params, TokenStorage& shared,
+                                              int32_t expert, int32_t warp, int32_t lane) {
   if (lane == 0) {
+    const uint32_t full = ptx::shared_address(&shared.full[warp]);
+    TokenStorage::Weights& weights = shared.weights[warp];
     const uint64_t policy = ptx::createpolicy_evict_first();
-    const int64_t rows = int64_t{tile.expert} * Token::kHidden + column_block * Token::kRows;
+    const int64_t rows =
+        int64_t{expert} * Token::kHidden + static_cast<int32_t>(blockIdx.x) * Token::kRows;
     ptx::mbarrier_init(full, 1);
     ptx::fence_mbarrier_init();
     ptx::mbarrier_arrive_expect_tx(full, sizeof(weights));
@@ -60,21 +60,47 @@ __device__ __forceinline__ void multiply_tile(const Params& params, TokenStorage
                        params.w2_sf + rows / Token::kScaleRows * Token::kScaleBytes,
                        sizeof(weights.scales), full, policy);
   }
-  const int32_t pair =
-      lane / 4 < tile.count ? __ldcg(params.expert_pairs + tile.first + lane / 4) : -1;
-  ptx::griddepcontrol_wait();
-  // Undoes the dequantization factors as well.
-  const float alpha = params.fc2_alpha[tile.expert] * kDequantizedSquare;
-  const DecodePairs pairs(params, pair, lane);
   __syncwarp();  // the barrier exists
-  ptx::mbarrier_wait(full, 0);
-  const DecodeSums sums(weights.codes, weights.scales, column_block % 4, pairs, lane);
+}
+
+// Leaves the rows of the tile's pairs, which are slots of the token. `pair`: the lane's, that of
+// column `lane / 4`; negative: none.
+__device__ __forceinline__ void multiply_tile(const Params& params, TokenStorage& shared,
+                                              int32_t expert, int32_t pair, int32_t warp,
+                                              int32_t lane) {
+  // Undoes the dequantization factors as well.
+  const float alpha = params.fc2_alpha[expert] * kDequantizedSquare;
+  const DecodePairs pairs(params, pair, lane);
+  ptx::mbarrier_wait(ptx::shared_address(&shared.full[warp]), 0);
+  const TokenStorage::Weights& weights = shared.weights[warp];
+  const DecodeSums sums(weights.codes, weights.scales, static_cast<int32_t>(blockIdx.x) % 4, pairs,
+                        lane);
 #pragma unroll
   for (int j = 0; j < 2; ++j) {  // columns 2t + j of the tile
     const int32_t slot = __shfl_sync(0xFFFFFFFFu, pair, lane % 4 * 8 + 4 * j);
     if (slot >= 0) {
       shared.rows[slot][lane / 4] = sums.outputs(j, alpha);
     }
+  }
+}
+
+// One warp: adds up the token's rows, 32 columns.
+__device__ __forceinline__ void add_rows(const Params& params, const TokenStorage& shared,
+                                         const RoutedSlot& own_slot, int32_t lane) {
+  const TokenSlots slots(own_slot, 0);
+  const int32_t word = lane % kTopK;
+  float low = 0.0f;
+  float high = 0.0f;
+#pragma unroll
+  for (int slot = 0; slot < kTopK; ++slot) {
+    if (slots.is_used(slot)) {
+      add_row(slots.weights[slot], reinterpret_cast<const uint32_t*>(shared.rows[slot])[word], low,
+              high);
+    }
+  }
+  if (lane < kTopK) {
+    reinterpret_cast<uint32_t*>(params.output + blockIdx.x * Token::kRows)[word] =
+        bf16_pair(low, high);
   }
 }
 
@@ -88,29 +114,22 @@ __global__ void __launch_bounds__(Token::kThreads, 1)
   const auto warp = static_cast<int32_t>(threadIdx.x / 32);
   const auto lane = static_cast<int32_t>(threadIdx.x % 32);
   ptx::griddepcontrol_launch_dependents();
-  if (warp < load_num_tiles(params.num_tiles)) {
-    multiply_tile(params, shared, load_tile(params.tiles + warp), warp, lane);
-  } else {
-    ptx::griddepcontrol_wait();
+  const Tile tile =
+      warp < load_num_tiles(params.num_tiles) ? load_tile(params.tiles + warp) : Tile{};
+  if (tile.count > 0) {
+    fetch_weights(params, shared, tile.expert, warp, lane);
   }
-  const RoutedSlot own = warp == 0 && lane < kTopK ? RoutedSlot(params.slots, lane) : RoutedSlot();
+  const int32_t pair =
+      lane / 4 < tile.count ? __ldcg(params.expert_pairs + tile.first + lane / 4) : -1;
+  const RoutedSlot own_slot =
+      warp == 0 && lane < kTopK ? RoutedSlot(params.slots, lane) : RoutedSlot();
+  ptx::griddepcontrol_wait();
+  if (tile.count > 0) {
+    multiply_tile(params, shared, tile.expert, pair, warp, lane);
+  }
   __syncthreads();
   if (warp == 0) {
-    const TokenSlots slots(own, 0);
-    const int32_t word = lane % kTopK;
-    float low = 0.0f;
-    float high = 0.0f;
-#pragma unroll
-    for (int slot = 0; slot < kTopK; ++slot) {
-      if (slots.is_used(slot)) {
-        add_row(slots.weights[slot], reinterpret_cast<const uint32_t*>(shared.rows[slot])[word],
-                low, high);
-      }
-    }
-    if (lane < kTopK) {
-      reinterpret_cast<uint32_t*>(params.output + blockIdx.x * Token::kRows)[word] =
-          bf16_pair(low, high);
-    }
+    add_rows(params, shared, own_slot, lane);
   }
 #endif
 }
