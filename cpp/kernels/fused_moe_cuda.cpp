@@ -131,16 +131,15 @@ Status fused_moe(const Arguments& a) {
                                      .slots = slots,
                                      .output = static_cast<uint16_t*>(a.output)},
                                     plan, a.stream));
-    if (plan.fc2_finalizes) {
-      continue;
+    if (!plan.fc2_finalizes) {
+      CAKE_RETURN_IF_ERROR(
+          launch_finalize({.slots = slots,
+                           .num_tokens = a.num_tokens,
+                           .rows = w.fc2_rows,
+                           .columns = blocks * kFc2BlockRows,
+                           .output = static_cast<uint16_t*>(a.output) + first * kFc2BlockRows,
+                           .stream = a.stream}));
     }
-    CAKE_RETURN_IF_ERROR(
-        launch_finalize({.slots = slots,
-                         .num_tokens = a.num_tokens,
-                         .rows = w.fc2_rows,
-                         .columns = blocks * kFc2BlockRows,
-                         .output = static_cast<uint16_t*>(a.output) + first * kFc2BlockRows,
-                         .stream = a.stream}));
   }
   return {};
 }

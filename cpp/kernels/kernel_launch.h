@@ -11,8 +11,6 @@
 
 #include <cuda_runtime.h>
 
-#include <cstdint>
-
 #include "message.h"
 
 namespace cake {
@@ -23,11 +21,6 @@ inline Status cuda_status(cudaError_t code, const char* what) {
   }
   return error(StatusCode::kRuntimeError, what, ": ", cudaGetErrorName(code), ": ",
                cudaGetErrorString(code));
-}
-
-// Whether bf16 rows, `stride` elements apart, begin at multiples of 16 bytes.
-inline bool rows_are_aligned(const void* rows, int64_t stride) {
-  return reinterpret_cast<uintptr_t>(rows) % 16 == 0 && stride % 8 == 0;
 }
 
 struct LaunchConfig {

@@ -9,12 +9,21 @@
 namespace cake {
 namespace {
 
-// Measured on an H200 (docs/performance.md).
+// Measured on an H200 (docs/performance.md). With random routing the decode and prefill kernels
+// cross near 256 tokens; with a skewed one the decode kernels are slower before that.
 constexpr int32_t kMostDecodeTokens = 128;
-// Up to here the fullest expert of uniform routing has at most 64 pairs, typically.
-constexpr int32_t kMostShortTokens = 2048;
 // Above, most experts have more than 88 pairs: FC1 takes up to 176 at a time, FC2 half of a tile.
 constexpr int32_t kMostNarrowTokens = 5504;
+
+// Most pairs of a tile of the prefill kernels on sm_90.
+int32_t prefill_tile_pairs(int32_t num_tokens) {
+  // Up to here the fullest expert of uniform routing has at most 64 pairs, typically.
+  constexpr int32_t kMostShortTokens = 2048;
+  if (num_tokens <= kMostShortTokens) {
+    return kShortPrefillTilePairs;
+  }
+  return num_tokens <= kMostNarrowTokens ? kPrefillTilePairs : kWidePrefillTilePairs;
+}
 
 // Most pairs of a tile on sm_100, where it costs only shared memory: the matrix instructions have
 // as many columns as the tile has pairs. A stage holds 18 KB of weights and 128 bytes for each of
@@ -86,15 +95,11 @@ Plan make_plan(int32_t num_tokens, const Gpu& gpu, bool batch_invariant) {
             .fc2_pool = fc2_pool(num_tokens, gpu)};
   }
   const bool decode = num_tokens <= kMostDecodeTokens && !batch_invariant;
-  const bool wide = num_tokens > kMostNarrowTokens;
   return {.kernels = decode ? Kernels::kDecode : Kernels::kPrefill,
-          .tile_pairs = decode                           ? kDecodeTilePairs
-                        : num_tokens <= kMostShortTokens ? kShortPrefillTilePairs
-                        : wide                           ? kWidePrefillTilePairs
-                                                         : kPrefillTilePairs,
+          .tile_pairs = decode ? kDecodeTilePairs : prefill_tile_pairs(num_tokens),
           .num_ctas = gpu.num_sms,
           .fc2_blocks = fc2_blocks_per_part(kKimiK3, num_tokens, kFc2RowsBytes),
-          .fc2_tile_parts = wide ? 2 : 1,
+          .fc2_tile_parts = num_tokens <= kMostNarrowTokens ? 1 : 2,
           .fc2_finalizes = decode && num_tokens == 1,
           .fc2_pool = fc2_pool(num_tokens, gpu)};
 }

@@ -28,11 +28,10 @@ inline constexpr int kUnitColumns = 128;
 inline constexpr int kScaleBlockBytes = 512;  // 128 rows x 4 scales
 
 // Tiles of up to kPairs pairs, whose sums take kPairs / 2 registers of each thread of the
-// kWarpgroups MMA warpgroups; N goes in steps of kColumnStep. A stage of FC1 has kStageUnits units.
-template <int kPairs, int kGroups, int kStep, int kUnits>
+// kWarpgroups MMA warpgroups; N goes in steps of kColumnStep.
+template <int kPairs, int kGroups, int kStep>
 struct Shape {
   static constexpr int kTilePairs = kPairs;
-  static constexpr int kStageUnits = kUnits;
   static constexpr int kPairRegisters = (kPairs + 31) / 32;  // a warp's pair ids, 32 in each
   static constexpr int kColumnStep = kStep;
   static constexpr int kWarpgroups = kGroups;
@@ -50,14 +49,13 @@ struct Shape {
                 "too many registers");
 };
 
-// Few pairs leave room for stages of two units: weights in requests of 128 bytes, half the
-// barriers.
-using Short = Shape<64, 4, 8, 2>;
+// Few pairs leave room in shared memory for larger stages of FC1.
+using Short = Shape<64, 4, 8>;
 // Four warpgroups fill the issue slots while they dequantize for few pairs, but leave registers for
 // 88 pairs only.
-using Narrow = Shape<88, 4, 8, 1>;
+using Narrow = Shape<88, 4, 8>;
 // An expert with more pairs is dequantized once instead of twice.
-using Wide = Shape<176, 3, 16, 1>;
+using Wide = Shape<176, 3, 16>;
 
 inline constexpr int kPairRowBytes = 128;  // 64 columns as half
 

@@ -9,7 +9,7 @@
 namespace cake {
 
 // The items of all tiles, `per_tile` of each, dealt out to the CTAs in turn: the items of a tile
-// run at the same time and share its data in L2. The tile beyond the last item has count 0.
+// run at the same time and share its data in L2.
 struct DealtItems {
   const Tile* tiles;
   int32_t num_tiles;
@@ -18,10 +18,6 @@ struct DealtItems {
   __device__ __forceinline__ int32_t item(int32_t i) const {
     return dealt_item(i, static_cast<int32_t>(blockIdx.x), static_cast<int32_t>(gridDim.x));
   }
-  __device__ __forceinline__ Tile tile(int32_t i) const {
-    return item(i) < num_tiles * per_tile ? load_tile(tiles + item(i) / per_tile) : Tile{};
-  }
-  __device__ __forceinline__ int32_t part(int32_t i) const { return item(i) % per_tile; }
 };
 
 // The same, but items of the last round, if they are few enough, are dealt in halves: a CTA has the
@@ -42,31 +38,35 @@ struct HalvedItems : DealtItems {
                ? halved_item(i, static_cast<int32_t>(blockIdx.x), static_cast<int32_t>(gridDim.x))
                : DealtItems::item(i);
   }
-  __device__ __forceinline__ Tile tile(int32_t i) const {
-    return item(i) < num_tiles * per_tile ? load_tile(tiles + item(i) / per_tile) : Tile{};
-  }
-  __device__ __forceinline__ int32_t part(int32_t i) const { return item(i) % per_tile; }
 };
+
+// The tile of this CTA's i-th item; beyond the last item its count is 0.
+template <class Items>
+__device__ __forceinline__ Tile tile_of(const Items& items, int32_t i) {
+  return items.item(i) < items.num_tiles * items.per_tile
+             ? load_tile(items.tiles + items.item(i) / items.per_tile)
+             : Tile{};
+}
 
 // Walks the items of this CTA, with each tile looked up one item ahead.
 template <class Items = DealtItems>
 class TileCursor {
  public:
   __device__ __forceinline__ explicit TileCursor(const Items& items)
-      : items_(items), tile_(items.tile(0)), next_(items.tile(1)) {}
+      : items_(items), tile_(tile_of(items, 0)), next_(tile_of(items, 1)) {}
 
   __device__ __forceinline__ const Tile& tile() const { return tile_; }
   __device__ __forceinline__ const Tile& next() const { return next_; }
   __device__ __forceinline__ int32_t index() const { return index_; }
   // Which of its tile's items this is, 0 .. per_tile - 1.
-  __device__ __forceinline__ int32_t part() const { return items_.part(index_); }
+  __device__ __forceinline__ int32_t part() const { return items_.item(index_) % items_.per_tile; }
   __device__ __forceinline__ bool is_half() const { return items_.is_half(index_); }
   __device__ __forceinline__ int32_t half() const { return items_.half(index_); }
 
   __device__ __forceinline__ void advance() {
     ++index_;
     tile_ = next_;
-    next_ = items_.tile(index_ + 1);
+    next_ = tile_of(items_, index_ + 1);
   }
 
  private:

@@ -17,6 +17,11 @@ struct GroupWords {
   uint32_t words[8];
 };
 
+// Whether kAligned16 holds for the groups of BF16 rows that are `stride` elements apart.
+inline bool rows_are_aligned(const void* rows, int64_t stride) {
+  return reinterpret_cast<uintptr_t>(rows) % 16 == 0 && stride % 8 == 0;
+}
+
 // kAligned16: the group starts at a multiple of 16 bytes.
 template <bool kAligned16>
 __device__ __forceinline__ GroupWords load_group(const uint16_t* source) {

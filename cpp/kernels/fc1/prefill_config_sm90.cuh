@@ -15,7 +15,9 @@ struct Prefill : Shape {
   static constexpr int kIntermediate = 384;
   static constexpr int kRows = Shape::kWarpgroups * grouped_mma::kWarpgroupRows;
   static constexpr int kParts = 2 * kIntermediate / kRows;  // items of a tile
-  static constexpr int kStageUnits = Shape::kStageUnits;
+  // Few pairs leave room for stages of two units: weights in requests of 128 bytes, half the
+  // barriers.
+  static constexpr int kStageUnits = Shape::kTilePairs <= 64 ? 2 : 1;
   static constexpr int kItemStages = kHidden / grouped_mma::kUnitColumns / kStageUnits;
   static constexpr int kRowBytes = kStageUnits * grouped_mma::kUnitColumns / 2;  // of a stage
   static constexpr bool kSwizzled = kRowBytes == 128;  // 16-byte chunk c of row n at c ^ n % 8
