@@ -42,8 +42,8 @@ set -euo pipefail
 TOOLS=(memcheck racecheck synccheck initcheck)
 # T; kernels, pairs of a tile and parts of FC2 that it is there for; elements between input rows.
 # shellcheck disable=SC2034  # chosen by name below
-CASES_9=("1 decode 8 1 0" "3 decode 8 1 0" "16 decode 8 1 1" "256 prefill 64 1 0" "2049 prefill 88 2 0"
-  "5505 prefill 176 3 0")
+CASES_9=("1 decode 8 1 0" "3 decode 8 1 0" "16 decode 8 1 1" "256 prefill 64 1 0"
+  "2049 prefill 88 2 0" "5505 prefill 176 3 0")
 # shellcheck disable=SC2034
 CASES_10=("3 sm100 8 1 0" "16 sm100 16 1 0" "24 sm100 32 1 0" "129 sm100 64 1 1"
   "2049 sm100 128 4 0")
@@ -153,7 +153,8 @@ sanitize() {
   # torch tries calls that a driver may not have; those of the operation are checked by itself.
   timeout --kill-after=10 "${CAKE_SANITIZE_SECONDS:-600}" \
     "$sanitizer" --tool "$tool" --error-exitcode 1 --report-api-errors no \
-    --target-processes application-only python3 -c "$ONE_CALL" "${@:3}" "$routing" >"$log" 2>&1 || code=$?
+    --target-processes application-only python3 -c "$ONE_CALL" "${@:3}" "$routing" \
+    >"$log" 2>&1 || code=$?
   # "ERROR SUMMARY: 0 errors", "RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)"
   errors="$(sed -nE 's/.* SUMMARY: (.*[^0-9])?([0-9]+) errors?.*/\2/p' "$log" | tail -n 1)"
   if ((code == 124 || code == 137)); then

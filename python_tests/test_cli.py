@@ -60,6 +60,12 @@ def test_info_json_adds_up(capsys: pytest.CaptureFixture[str]) -> None:
     assert facts["plan"]["fc2_pool_rows"] == 128
 
 
+def test_info_shows_where_one_launch_does_two_stages(capsys: pytest.CaptureFixture[str]) -> None:
+    for tokens, end in (("1", " columns, one launch\n"), ("2", " columns\n")):
+        assert main(["info", "--tokens", tokens]) == 0
+        assert f"FC2 and finalize in 1 part(s) of 3584{end}" in capsys.readouterr().out
+
+
 def test_info_shows_chunks(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["info", "--tokens", "16384"]) == 0
     assert "in chunks of up to 8192 tokens" in capsys.readouterr().out

@@ -22,6 +22,7 @@ pytestmark = NEEDS_GPU
 POOLED = (8, 16, 32, 64, 128, 256, 512, 1024)
 # Around every change of kernels, and counts that no tile size divides.
 TOKENS = (1, 2, 5, 7, 9, 31, 63, 65, 127, 129, 255, 257, 300, 511, 513, 641, 1023)
+EMPTY = (-1, 896, 2**31 - 1, -(2**31), 2**32 + 5)  # ids of empty slots
 LARGE = (1025, 2047, 2048, 2049, 3000, 4097, 5504, 5505)
 
 
@@ -55,8 +56,10 @@ def test_more_tiles_than_fc2_cuts_into_ranges(cpu_layer: Layer, gpu_layer: Layer
     sizes = 1 + 64 * (torch.arange(896) < (2048 * 16 - 896) // 64).long()
     batch = make_batch(2048, "random", 4)
     batch.topk_ids.copy_(torch.repeat_interleave(sizes).view(16, 2048).t())
-    actual = run(gpu_layer, batch.to(GPU))
-    check_outputs(actual.cpu(), run(cpu_layer, batch), context="many tiles", max_outliers=1e-3)
+    call = Call(gpu_layer, batch.to(GPU))
+    actual = call.run().cpu()
+    assert int(call.region("num_tiles").view(torch.int32)) > 1344  # kMostTilesCut
+    check_outputs(actual, run(cpu_layer, batch), context="many tiles", max_outliers=1e-3)
 
 
 @pytest.mark.parametrize("tokens", [8, 40, 700])
@@ -117,9 +120,6 @@ def test_int64_ids_and_float32_weights_give_the_converted_result(
     expected = run(gpu_layer, Batch(batch.tokens, batch.topk_ids, weights.bfloat16()))
     actual = run(gpu_layer, Batch(batch.tokens, batch.topk_ids.long(), weights))
     assert_same_bits(actual, expected)
-
-
-EMPTY = (-1, 896, 2**31 - 1, -(2**31), 2**32 + 5)
 
 
 @pytest.mark.parametrize("tokens", [1, 6, 700])

@@ -79,7 +79,8 @@ def test_plans_are_told() -> None:
         assert plan is not None
         return log._plan_text(plan, num_tokens)
 
-    assert text(1, 9).startswith("decode kernels, up to 8 pairs a tile, FC2 in ")
+    assert text(1, 9) == "decode kernels, up to 8 pairs a tile, FC2 in 1 part(s) with finalize"
+    assert text(2, 9) == "decode kernels, up to 8 pairs a tile, FC2 in 1 part(s)"
     assert text(16384, 9).endswith(", in chunks of tokens")
     assert text(64, 9).endswith(" from the pool")
     assert text(1, 10).startswith("sm100 kernels, ")
