@@ -50,7 +50,7 @@ PARTS = (
         macro="CCCL_VERSION",
         divisors=(1_000_000, 1000, 1),
         license=LLVM,
-        description="CUB and libcu++, headers",
+        description="libcu++, headers",
     ),
     Part(
         name="nvtx",

@@ -4,20 +4,25 @@
 #include "nvtx.h"
 #include "routing/kernel.cuh"
 #include "routing/launch.h"
+#include "workspace.h"
 
 namespace cake {
 namespace {
 
-// Above this a cluster shares the routing: one CTA's warps would walk more than 2 steps each.
-constexpr int32_t kSingleCtaTokens = 128;
+// Above this a cluster shares the routing.
+constexpr int32_t kSingleCtaTokens = routing::Sort<false>::kMostPairs / kKimiK3.top_k;
+static_assert(kChunkTokens * kKimiK3.top_k <= routing::Sort<true>::kMostPairs);
+
+constexpr size_t kSharedBytes = sizeof(routing::Sort<true>::Storage);
+static_assert(kSharedBytes >= sizeof(routing::Sort<false>::Storage));
+static_assert(kSharedBytes >= sizeof(routing::FewStorage));
 
 }  // namespace
 
 Status load_route_quantize() {
-  CAKE_RETURN_IF_ERROR(load_kernel("cake_route_quantize", &routing::cake_route_quantize<true>,
-                                   sizeof(routing::Storage)));
-  return load_kernel("cake_route_quantize", &routing::cake_route_quantize<false>,
-                     sizeof(routing::Storage));
+  CAKE_RETURN_IF_ERROR(
+      load_kernel("cake_route_quantize", &routing::cake_route_quantize<true>, kSharedBytes));
+  return load_kernel("cake_route_quantize", &routing::cake_route_quantize<false>, kSharedBytes);
 }
 
 Status launch_route_quantize(const RouteQuantizeArguments& a) {
@@ -52,7 +57,7 @@ Status launch_route_quantize(const RouteQuantizeArguments& a) {
   where.grid = dim3(cluster + quantizers);
   where.block = dim3(routing::kThreads);
   where.cluster = cluster;
-  where.shared_bytes = sizeof(routing::Storage);
+  where.shared_bytes = kSharedBytes;
   where.stream = static_cast<cudaStream_t>(a.stream);
   return launch("cake_route_quantize", where,
                 rows_are_aligned(a.input, a.input_stride) ? &routing::cake_route_quantize<true>
