@@ -1,14 +1,16 @@
-// One call on a GPU: four kinds of launches in order, each depending on the one before by
-// programmatic dependent launch. Grids follow from the token count and the number of SMs alone.
+// One call on a GPU: launches in order, each depending on the one before by programmatic dependent
+// launch. Grids follow from the token count and the number of SMs alone.
 //
 //   route + quantize -> fc1 (SiTU, requantize)
 //   -> for each part of the output columns: fc2 -> finalize
 //
-// For one token on sm_90 (Plan::fc2_finalizes), fc2 finalizes as well.
+// The decode kernel is fc1 and fc2 in one launch, for one token (Plan::fc2_finalizes) finalize as
+// well.
 #include <cuda_runtime.h>
 
 #include <algorithm>
 
+#include "decode/launch.h"
 #include "device.h"
 #include "fc1/launch.h"
 #include "fc2/launch.h"
@@ -53,6 +55,9 @@ Status prepare(void* workspace, int32_t num_tokens, void* stream) {
   Gpu gpu{};
   CAKE_RETURN_IF_ERROR(find_gpu(index, &gpu));
   CAKE_RETURN_IF_ERROR(load_route_quantize());
+  if (gpu.architecture == Architecture::kSm90) {
+    CAKE_RETURN_IF_ERROR(load_decode());
+  }
   CAKE_RETURN_IF_ERROR(load_fc1(gpu.architecture));
   CAKE_RETURN_IF_ERROR(load_fc2(gpu.architecture));
   CAKE_RETURN_IF_ERROR(load_finalize());
@@ -84,6 +89,7 @@ Status fused_moe(const Arguments& a) {
                                               .tiles = w.tiles,
                                               .num_tiles = w.num_tiles,
                                               .work_counter = w.work_counter,
+                                              .range_counters = w.range_counters,
                                               .input = a.input,
                                               .input_stride = a.input_stride,
                                               .input_scale = a.input_scale,
@@ -92,51 +98,55 @@ Status fused_moe(const Arguments& a) {
                                               .halves = halves,
                                               .num_sms = gpu.num_sms,
                                               .stream = a.stream}));
-  CAKE_RETURN_IF_ERROR(launch_fc1(
-      {.w13 = static_cast<const uint8_t*>(a.w13),
-       .w13_sf = static_cast<const uint8_t*>(a.w13_sf),
-       .input = w.input_packed,
-       .input_sf = w.input_sf,
-       .halves = halves,
-       .tiles = w.tiles,
-       .num_tiles = w.num_tiles,
-       .expert_pairs = w.expert_pairs,
-       .fc1_alpha = a.fc1_alpha,
-       .fc2_input_scale = a.fc2_input_scale,
-       .situ_beta = a.situ_beta != nullptr ? a.situ_beta : w.situ_beta,
-       .situ_linear_beta = a.situ_linear_beta != nullptr ? a.situ_linear_beta : w.situ_linear_beta,
-       .packed = w.fc1_packed,
-       .sf = w.fc1_sf,
-       .num_tokens = a.num_tokens},
-      plan, a.stream));
-
+  const fc1::Params fc1{
+      .w13 = static_cast<const uint8_t*>(a.w13),
+      .w13_sf = static_cast<const uint8_t*>(a.w13_sf),
+      .input = w.input_packed,
+      .input_sf = w.input_sf,
+      .halves = halves,
+      .tiles = w.tiles,
+      .num_tiles = w.num_tiles,
+      .expert_pairs = w.expert_pairs,
+      .fc1_alpha = a.fc1_alpha,
+      .fc2_input_scale = a.fc2_input_scale,
+      .situ_beta = a.situ_beta != nullptr ? a.situ_beta : w.situ_beta,
+      .situ_linear_beta = a.situ_linear_beta != nullptr ? a.situ_linear_beta : w.situ_linear_beta,
+      .packed = w.fc1_packed,
+      .sf = w.fc1_sf,
+      .num_tokens = a.num_tokens};
+  fc2::Params fc2{.w2 = static_cast<const uint8_t*>(a.w2),
+                  .w2_sf = static_cast<const uint8_t*>(a.w2_sf),
+                  .input = w.fc1_packed,
+                  .input_sf = w.fc1_sf,
+                  .tiles = w.tiles,
+                  .num_tiles = w.num_tiles,
+                  .expert_pairs = w.expert_pairs,
+                  .fc2_alpha = a.fc2_alpha,
+                  .rows = w.fc2_rows,
+                  .num_pairs = a.num_tokens * kShape.top_k,
+                  .tile_parts = plan.fc2_tile_parts,
+                  .pool = plan.fc2_pool,
+                  .work_counter = w.work_counter,
+                  .slots = slots,
+                  .output = static_cast<uint16_t*>(a.output)};
+  const bool one_launch = plan.kernels == Kernels::kDecode;  // FC1 and FC2
+  if (!one_launch) {
+    CAKE_RETURN_IF_ERROR(launch_fc1(fc1, plan, a.stream));
+  }
   const int32_t all_blocks = kShape.hidden / kFc2BlockRows;
   for (int32_t first = 0; first < all_blocks; first += plan.fc2_blocks) {
-    const int32_t blocks = std::min(plan.fc2_blocks, all_blocks - first);
-    CAKE_RETURN_IF_ERROR(launch_fc2({.w2 = static_cast<const uint8_t*>(a.w2),
-                                     .w2_sf = static_cast<const uint8_t*>(a.w2_sf),
-                                     .input = w.fc1_packed,
-                                     .input_sf = w.fc1_sf,
-                                     .tiles = w.tiles,
-                                     .num_tiles = w.num_tiles,
-                                     .expert_pairs = w.expert_pairs,
-                                     .fc2_alpha = a.fc2_alpha,
-                                     .rows = w.fc2_rows,
-                                     .first_block = first,
-                                     .num_blocks = blocks,
-                                     .num_pairs = a.num_tokens * kShape.top_k,
-                                     .tile_parts = plan.fc2_tile_parts,
-                                     .pool = plan.fc2_pool,
-                                     .work_counter = w.work_counter,
-                                     .slots = slots,
-                                     .output = static_cast<uint16_t*>(a.output)},
-                                    plan, a.stream));
+    fc2.first_block = first;
+    fc2.num_blocks = std::min(plan.fc2_blocks, all_blocks - first);
+    CAKE_RETURN_IF_ERROR(
+        one_launch
+            ? launch_decode({.fc1 = fc1, .fc2 = fc2, .ranges = w.range_counters}, plan, a.stream)
+            : launch_fc2(fc2, plan, a.stream));
     if (!plan.fc2_finalizes) {
       CAKE_RETURN_IF_ERROR(
           launch_finalize({.slots = slots,
                            .num_tokens = a.num_tokens,
                            .rows = w.fc2_rows,
-                           .columns = blocks * kFc2BlockRows,
+                           .columns = fc2.num_blocks * kFc2BlockRows,
                            .output = static_cast<uint16_t*>(a.output) + first * kFc2BlockRows,
                            .stream = a.stream}));
     }

@@ -6,7 +6,7 @@
 // this way (FC1) releases its dependents after its own wait. Such data is read past L1
 // (common/tile.cuh), which may hold what was there before. FC2 also claims work before its wait,
 // from a counter that routing has set: this too rests on FC1 releasing FC2 after its own wait, and
-// on every finalize waiting.
+// on every finalize waiting. The decode kernel stands in FC1's place: it waits, then releases.
 #pragma once
 
 #include <cuda_runtime.h>

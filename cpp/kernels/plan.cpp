@@ -100,7 +100,7 @@ Plan make_plan(int32_t num_tokens, const Gpu& gpu, bool batch_invariant) {
           .num_ctas = gpu.num_sms,
           .fc2_blocks = fc2_blocks_per_part(kKimiK3, num_tokens, kFc2RowsBytes),
           .fc2_tile_parts = num_tokens <= kMostNarrowTokens ? 1 : 2,
-          .fc2_finalizes = decode && num_tokens == 1,
+          .fc2_finalizes = decode && num_tokens == 1 && gpu.num_sms >= kFinalizingCtas,
           .fc2_pool = fc2_pool(num_tokens, gpu)};
 }
 

@@ -28,6 +28,7 @@ enum class Kernels : uint8_t {
 
 // What the kernels are built for; launch.cu compares.
 inline constexpr int32_t kDecodeTilePairs = 8;
+inline constexpr int32_t kFinalizingCtas = 112;  // of the decode kernel that finalizes, at least
 inline constexpr int32_t kShortPrefillTilePairs = 64;
 inline constexpr int32_t kPrefillTilePairs = 88;
 inline constexpr int32_t kWidePrefillTilePairs = 2 * kPrefillTilePairs;

@@ -21,6 +21,7 @@ Workspace::Workspace(const Shape& shape, int32_t num_tokens) {
   place(tiles, "tiles",
         std::min(pairs, pairs / kSmallestTilePairs + shape.num_experts) * int64_t{sizeof(Tile)});
   place(num_tiles, "num_tiles", int64_t{sizeof(int32_t)});
+  place(range_counters, "range_counters", int64_t{sizeof(RangeCounters)});
   place(fc1_packed, "fc1_packed", pairs * shape.intermediate / 2);
   place(fc1_sf, "fc1_sf", pairs * shape.intermediate / kGroupSize);
   const int64_t all_rows = pairs * shape.hidden * int64_t{sizeof(uint16_t)};
@@ -41,6 +42,7 @@ WorkspacePointers::WorkspacePointers(void* base, const Workspace& layout) {
   set(expert_pairs, layout.expert_pairs);
   set(tiles, layout.tiles);
   set(num_tiles, layout.num_tiles);
+  set(range_counters, layout.range_counters);
   set(fc1_packed, layout.fc1_packed);
   set(fc1_sf, layout.fc1_sf);
   set(fc2_rows, layout.fc2_rows);

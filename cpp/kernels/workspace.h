@@ -9,6 +9,7 @@
 //   expert_pairs    P * 4                     route -> fc1, fc2 (pairs by expert, token, slot)
 //   tiles           min(P, P/8 + E) * 16      route -> fc1, fc2 (CUDA)
 //   num_tiles       4                         route -> fc1, fc2 (CUDA)
+//   range_counters  8                         route -> decode kernel (sm_90)
 //   fc1_packed      P * I/2                   fc1 -> fc2        (row = pair; on sm_100 position in
 //                                                                expert_pairs)
 //   fc1_sf          P * I/16                  fc1 -> fc2        (linear, rows likewise)
@@ -27,6 +28,7 @@
 
 #include "cake/fused_moe.h"
 #include "common/tile.h"
+#include "common/work_pool.h"
 
 namespace cake {
 
@@ -78,6 +80,7 @@ struct Workspace {
   Region expert_pairs;
   Region tiles;
   Region num_tiles;
+  Region range_counters;
   Region fc1_packed;
   Region fc1_sf;
   Region fc2_rows;
@@ -87,10 +90,11 @@ struct Workspace {
   Workspace(const Shape& shape, int32_t num_tokens);
 
   // All regions, in the order of their offsets.
-  std::array<const Region*, 12> regions() const {
+  std::array<const Region*, 13> regions() const {
     return {&situ_beta,      &situ_linear_beta, &input_packed, &input_sf,
             &expert_offsets, &expert_pairs,     &tiles,        &num_tiles,
-            &fc1_packed,     &fc1_sf,           &fc2_rows,     &work_counter};
+            &range_counters, &fc1_packed,       &fc1_sf,       &fc2_rows,
+            &work_counter};
   }
 };
 
@@ -105,6 +109,7 @@ struct WorkspacePointers {
   int32_t* expert_pairs;
   Tile* tiles;
   int32_t* num_tiles;
+  RangeCounters* range_counters;
   uint8_t* fc1_packed;
   uint8_t* fc1_sf;
   uint16_t* fc2_rows;

@@ -39,6 +39,14 @@ TEST(Plan, ChangesKernelsOnceAsTokensGrowAndThenTheSizeOfTiles) {
   EXPECT_EQ(make_plan(kChunkTokens, kH200, false).tile_pairs, kWidePrefillTilePairs);
 }
 
+TEST(Plan, OneTokenIsFinalizedByTheDecodeKernelWhereThereAreCtasForAllColumns) {
+  for (const int32_t num_sms : {1, 60, 111, 112, 132}) {
+    const Plan plan = make_plan(1, {Architecture::kSm90, num_sms}, false);
+    EXPECT_EQ(plan.kernels, Kernels::kDecode);
+    EXPECT_EQ(plan.fc2_finalizes, num_sms >= kKimiK3.hidden / 32) << num_sms;
+  }
+}
+
 TEST(Plan, EveryRegionHoldsWhatItsKernelsWrite) {
   for (int32_t tokens = 1; tokens <= kMaxTokens; tokens += tokens < 3000 ? 1 : 97) {
     const int32_t chunk = tokens_per_chunk(tokens);

@@ -89,10 +89,14 @@ class Call:
         )
 
     def region(self, name: str) -> Tensor:
-        """Return the bytes of a workspace region, on the CPU."""
+        """Return a copy of the bytes of a workspace region, on the CPU."""
+        return self.region_view(name).cpu()
+
+    def region_view(self, name: str) -> Tensor:
+        """Return the bytes of a workspace region where they lie."""
         table = json.loads(torch.ops.cake.workspace_table(self.batch.tokens.shape[0]))
         entry = next(row for row in table if row["region"] == name)
-        return self.workspace[entry["offset"] : entry["offset"] + entry["bytes"]].cpu()
+        return self.workspace[entry["offset"] : entry["offset"] + entry["bytes"]]
 
 
 def make_batch(num_tokens: int, routing: synthetic.Routing, seed: int) -> Batch:

@@ -24,8 +24,7 @@ _owners: dict[tuple[int, int], weakref.ref[torch.UntypedStorage]] = {}
 
 
 def _place(workspace: Tensor) -> tuple[int, int]:
-    device = workspace.device
-    return (-1 if device.type == "cpu" else int(device.index or 0)), workspace.data_ptr()
+    return workspace.get_device(), workspace.data_ptr()
 
 
 def _forget(place: tuple[int, int], owner: weakref.ref[torch.UntypedStorage]) -> None:
@@ -43,7 +42,7 @@ def _own(workspace: Tensor) -> None:
 
 
 def _has_memory(workspace: Tensor) -> bool:
-    return workspace.device.type != "meta" and not isinstance(workspace, FakeTensor)
+    return not workspace.is_meta and not isinstance(workspace, FakeTensor)
 
 
 def forget_if_moved(workspace: Tensor) -> None:

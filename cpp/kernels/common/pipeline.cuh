@@ -56,6 +56,11 @@ __device__ __forceinline__ void release_after(uint64_t& barrier, int32_t lane, u
   }
 }
 
+// A wait that does not begin before `word` exists: ptxas would move the computation behind it.
+__device__ __forceinline__ void wait_after(uint64_t& barrier, uint32_t parity, uint32_t word) {
+  ptx::mbarrier_wait(ptx::shared_address(&barrier) + (word & ptx::ctaid_z()), parity);
+}
+
 // The arrival of a warp whose loads of what the barrier guards have returned; `words` are loaded
 // or computed from all of them.
 template <class... Words>

@@ -20,6 +20,12 @@ CAKE_HOST_DEVICE constexpr Range even_range(int32_t items, int32_t ranges, int32
   return {begin, begin + size + (index < longer ? 1 : 0)};
 }
 
+// Ranges of work that CTAs take one at a time while others wait for all of them.
+struct RangeCounters {
+  int32_t taken;  // and one for every CTA that found none
+  int32_t done;
+};
+
 // How the blocks of a launch are given to its CTAs: the first ones are dealt out in equal ranges,
 // the others claimed, a few at a time, by CTAs that have come to the end of their range.
 struct WorkPool {

@@ -1,4 +1,3 @@
-#include "fc1/decode_sm90.cuh"
 #include "fc1/kernel_sm100.cuh"
 #include "fc1/launch.h"
 #include "fc1/prefill_sm90.cuh"
@@ -52,7 +51,6 @@ Status load_prefill() {
 
 }  // namespace
 
-static_assert(fc1::Decode::kTilePairs == kDecodeTilePairs);
 static_assert(grouped_mma::Short::kTilePairs == kShortPrefillTilePairs);
 static_assert(grouped_mma::Narrow::kTilePairs == kPrefillTilePairs);
 static_assert(grouped_mma::Wide::kTilePairs == kWidePrefillTilePairs);
@@ -67,8 +65,6 @@ Status load_fc1(Architecture architecture) {
     }
     return {};
   }
-  CAKE_RETURN_IF_ERROR(
-      load_kernel("cake_fc1_decode_sm90", &fc1::cake_fc1_decode_sm90, sizeof(fc1::DecodeStorage)));
   CAKE_RETURN_IF_ERROR(load_prefill<grouped_mma::Short>());
   CAKE_RETURN_IF_ERROR(load_prefill<grouped_mma::Narrow>());
   return load_prefill<grouped_mma::Wide>();
@@ -81,11 +77,6 @@ Status launch_fc1(const fc1::Params& params, const Plan& plan, void* stream) {
   where.stream = static_cast<cudaStream_t>(stream);
   if (plan.kernels == Kernels::kSm100) {
     return launch_sm100(params, plan, where);
-  }
-  if (plan.kernels == Kernels::kDecode) {
-    where.block = dim3(fc1::Decode::kThreads);
-    where.shared_bytes = sizeof(fc1::DecodeStorage);
-    return launch("cake_fc1_decode_sm90", where, &fc1::cake_fc1_decode_sm90, params);
   }
   switch (plan.tile_pairs) {
     case kShortPrefillTilePairs:

@@ -1,8 +1,6 @@
-#include "fc2/decode_sm90.cuh"
 #include "fc2/kernel_sm100.cuh"
 #include "fc2/launch.h"
 #include "fc2/prefill_sm90.cuh"
-#include "fc2/token_sm90.cuh"
 #include "kernel_launch.h"
 #include "nvtx.h"
 #include "tensor_map.h"
@@ -34,7 +32,6 @@ Status launch_sm100(const fc2::Params& params, const Plan& plan, LaunchConfig wh
 
 }  // namespace
 
-static_assert(fc2::DecodeBlock::kTilePairs == kDecodeTilePairs);
 static_assert(fc2::Prefill::kTilePairs == kPrefillTilePairs);
 static_assert(kKimiK3.num_experts +
                       (1024 * kKimiK3.top_k - kKimiK3.num_experts) / kShortPrefillTilePairs <=
@@ -51,10 +48,6 @@ Status load_fc2(Architecture architecture) {
     }
     return {};
   }
-  CAKE_RETURN_IF_ERROR(
-      load_kernel("cake_fc2_decode_sm90", &fc2::cake_fc2_decode_sm90, sizeof(fc2::DecodeStorage)));
-  CAKE_RETURN_IF_ERROR(
-      load_kernel("cake_fc2_token_sm90", &fc2::cake_fc2_token_sm90, sizeof(fc2::TokenStorage)));
   return load_kernel("cake_fc2_prefill_sm90", &fc2::cake_fc2_prefill_sm90,
                      sizeof(fc2::PrefillStorage));
 }
@@ -66,17 +59,6 @@ Status launch_fc2(const fc2::Params& params, const Plan& plan, void* stream) {
   where.stream = static_cast<cudaStream_t>(stream);
   if (plan.kernels == Kernels::kSm100) {
     return launch_sm100(params, plan, where);
-  }
-  if (plan.fc2_finalizes) {
-    where.grid = dim3(fc2::Token::kCtas);
-    where.block = dim3(fc2::Token::kThreads);
-    where.shared_bytes = sizeof(fc2::TokenStorage);
-    return launch("cake_fc2_token_sm90", where, &fc2::cake_fc2_token_sm90, params);
-  }
-  if (plan.kernels == Kernels::kDecode) {
-    where.block = dim3(fc2::Decode::kThreads);
-    where.shared_bytes = sizeof(fc2::DecodeStorage);
-    return launch("cake_fc2_decode_sm90", where, &fc2::cake_fc2_decode_sm90, params);
   }
   where.block = dim3(fc2::Prefill::kThreads);
   where.shared_bytes = sizeof(fc2::PrefillStorage);

@@ -26,7 +26,7 @@ struct Params {
   int32_t tile_parts;     // items of a tile, for the prefill kernel
   WorkPool pool;          // of blocks, for common/work_pool.cuh
   int32_t* work_counter;  // [1], 0 before the launch; null without a pool
-  // For the kernel of one token.
+  // For the decode kernel of one token.
   Slots slots;
   uint16_t* __restrict__ output;  // out bf16 [3584]
 };

@@ -8,7 +8,7 @@
 
 namespace cake::routing {
 
-inline constexpr int kFewPairs = 128;
+inline constexpr int kFewPairs = 32;
 
 struct FewStorage {
   int4 experts[kFewPairs / 4];  // of the pairs, kExperts for an empty slot

@@ -37,6 +37,7 @@ Status launch_route_quantize(const RouteQuantizeArguments& a) {
   params.tiles = a.tiles;
   params.num_tiles = a.num_tiles;
   params.work_counter = a.work_counter;
+  params.range_counters = a.range_counters;
   params.input = static_cast<const uint16_t*>(a.input);
   params.input_scale = a.input_scale;
   params.packed = static_cast<uint2*>(a.packed);

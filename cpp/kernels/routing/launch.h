@@ -2,6 +2,7 @@
 
 #include "cake/fused_moe.h"
 #include "common/tile.h"
+#include "common/work_pool.h"
 
 namespace cake {
 
@@ -14,6 +15,7 @@ struct RouteQuantizeArguments {
   Tile* tiles;
   int32_t* num_tiles;
   int32_t* work_counter;
+  RangeCounters* range_counters;
   const void* input;  // bf16 [T, 3584]
   int64_t input_stride;
   const float* input_scale;

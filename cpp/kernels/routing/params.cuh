@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "common/tile.h"
+#include "common/work_pool.h"
 
 namespace cake::routing {
 
@@ -15,12 +16,13 @@ inline constexpr int kLargeCluster = 8;
 struct Params {
   const void* __restrict__ topk_ids;  // int32 or int64 [P]
   bool ids_are_int64;
-  int32_t num_pairs;                   // P
-  int32_t tile_pairs;                  // most pairs of a tile
-  int32_t* __restrict__ expert_pairs;  // out [P] pair ids by expert, token, slot
-  Tile* __restrict__ tiles;            // out, by expert
-  int32_t* __restrict__ num_tiles;     // out [1]
-  int32_t* __restrict__ work_counter;  // out [1] or null: seeded with 0
+  int32_t num_pairs;                           // P
+  int32_t tile_pairs;                          // most pairs of a tile
+  int32_t* __restrict__ expert_pairs;          // out [P] pair ids by expert, token, slot
+  Tile* __restrict__ tiles;                    // out, by expert
+  int32_t* __restrict__ num_tiles;             // out [1]
+  int32_t* __restrict__ work_counter;          // out [1] or null: seeded with 0
+  RangeCounters* __restrict__ range_counters;  // out [1]: seeded with 0
 
   const uint16_t* __restrict__ input;     // bf16 [T, 16 * groups], input_stride elements a row
   const float* __restrict__ input_scale;  // [1]
@@ -75,6 +77,7 @@ __device__ __forceinline__ void write_totals(const Params& params, int32_t num_t
   if (params.work_counter != nullptr) {
     *params.work_counter = 0;
   }
+  *params.range_counters = {};
 }
 
 }  // namespace cake::routing
