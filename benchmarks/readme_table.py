@@ -30,9 +30,10 @@ def table(path: Path, root: Path) -> str:
     rows = [r for r in report["results"] if r["routing"] == "random"]
     peers = sorted({name for r in rows for name, p in r.get("peers", {}).items() if "ratio" in p})
     facts = [report["peers"][name] for name in peers]
+    dirty = " (with uncommitted changes)" if report["cake"].get("dirty") else ""
     lines = [
         f"One {report['device']}, complete call, random routing; commit",
-        f"{report['cake']['commit']}, torch {report['torch']},",
+        f"{report['cake']['commit']}{dirty}, torch {report['torch']},",
         f"driver {report['driver']}, {report['date']}. Floor: the larger of the chosen experts'",
         f"bytes at {ceilings['read_bytes_per_s'] / 1e12:.2f} TB/s and the operations at "
         f"{ceilings['matrix_flop_per_s'] / 1e12:.0f} TFLOP/s, both measured in the same run.",
