@@ -8,9 +8,9 @@
 # the operation on the GPU at hand:
 #
 #   compute capability 9
-#      1  decode kernels, FC2 finalizes
-#      3  decode kernels
-#     16  decode kernels, FC2 claims work from its pool; input rows that are not aligned to 16 bytes
+#      1  decode kernel, which finalizes
+#      3  decode kernel
+#     16  decode kernel, FC2 claims work from its pool; input rows that are not aligned to 16 bytes
 #    256  prefill kernels, a cluster routes, FC1 with tiles of up to 64 pairs, FC2 claims work
 #   2049  prefill kernels, FC1 with tiles of up to 88 pairs, FC2 in two parts
 #   5505  prefill kernels, FC1 with tiles of up to 176 pairs, FC2 in three parts

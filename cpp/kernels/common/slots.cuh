@@ -12,9 +12,9 @@ namespace cake {
 
 inline constexpr int kTopK = 16;
 
-// FC1 releases FC2 only after its own wait: routing, and so all before the call that ids and
-// weights may come from, has ended when FC2 or finalize begins. They are read past L1, which may
-// hold older ones.
+// FC1 and the decode kernel release what follows only after their own wait: routing, and so all
+// before the call that ids and weights may come from, has ended when FC2 or finalize begins. They
+// are read past L1, which may hold older ones.
 
 // The expert of a pair, -1 for an empty slot.
 __device__ __forceinline__ int32_t slot_expert(const Slots& slots, int32_t pair) {

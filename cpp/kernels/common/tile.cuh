@@ -1,5 +1,5 @@
-// Reads of what routing wrote by kernels that have not waited for it: past L1, which may hold what
-// was there before.
+// Reads of what routing wrote, also by kernels that have not waited for it: past L1, which may hold
+// what was there before.
 #pragma once
 
 #include <cstdint>

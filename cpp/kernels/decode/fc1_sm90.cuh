@@ -1,8 +1,8 @@
 // FC1 + SiTU + requantize of the decode kernel, sm_90a: bound by the weight stream.
 //
 // Work is the list of 32-row groups (16 features, one requantization group) of all tiles, in
-// prepared order, cut into one contiguous range for each CTA, which a CTA takes when it begins. 15
-// warps and the load thread:
+// prepared order, cut into as many contiguous ranges as there are CTAs. A CTA takes one when it
+// begins, and more if there are any left then. 15 warps and the load thread:
 //
 //   load thread    takes the ranges; 16 rows x 1792 B per stage, one contiguous bulk copy; the
 //                  scales of the surrounding 128 rows (28672 B) once per 128 rows, two buffers
@@ -17,7 +17,8 @@
 //   scales_*      the same for the scale buffers
 //   sums_full / sums_empty[b]  MMA warps <-> epilogue warp (14 / 1 arrivals)
 //
-// Every MMA warp sees every phase of every barrier, so that a parity wait is never ambiguous.
+// Every warp sees every phase of the barriers that it waits for, so that a parity wait is never
+// ambiguous.
 #pragma once
 
 #include <cstdint>

@@ -12,16 +12,16 @@
 //   item_full / _empty[i]  load thread <-> all MMA warps: description i   (1 / 16 arrivals)
 //   fc2_full[s]            load thread -> one MMA group: stage s holds data  (1 arrival + bytes)
 //   fc2_empty[s]           that group -> load thread                         (4 arrivals)
-//   fc1_left               FC1's warps -> load thread: scales and sums of FC1 are no longer in use
-//                                                                            (15 arrivals)
-//   fc1_done               a lane of warp 15 -> all MMA warps: every CTA's ranges of FC1 are done
+//   fc1_left               FC1's warps -> load thread and warp 17: the CTA is done with FC1, whose
+//                          scales and sums are no longer in use              (15 arrivals)
+//   fc1_done               warp 17 -> all MMA warps: so are all CTAs          (1 arrival)
 //
 // The number of stages is a multiple of the number of groups: a stage always belongs to one group,
 // which therefore sees every phase of its barriers. An MMA warp reads every description, also of an
 // item that has no block for its group, and the load thread fills all places in turn: they see
 // every phase of item_full and item_empty. While the load thread waits for a place or for a stage
 // in item i, all items before are described and their blocks are copied or on their way, which is
-// all that the MMA warps need to give back that place or stage.
+// all that the MMA warps need of it to give back that place or stage.
 //
 // The load thread begins when its last copy of FC1 has started: weights, tile list and counter do
 // not depend on FC1.

@@ -4,9 +4,10 @@
 //           FC1 (fc1_sm90.cuh)       FC2 (fc2_sm90.cuh)
 //    0..13  MMA                      MMA
 //   14      epilogue                 MMA
-//   15      -                        waits for FC1 of all CTAs, then MMA
+//   15      -                        MMA
 //   16      one thread loads         the same
-//   17..19  - (setmaxnreg needs whole warpgroups)
+//   17      -                        one thread waits for FC1 of all CTAs, for the others
+//   18, 19  - (setmaxnreg needs whole warpgroups)
 //
 // FC2 waits for all of FC1, on a counter in memory. A CTA takes its ranges of FC1 from a counter as
 // well, until none is left, so that all are in hands of CTAs that run: the wait ends however few
@@ -68,12 +69,7 @@ __device__ __forceinline__ void init_barriers(Storage& shared) {
 __device__ __forceinline__ int32_t run_fc1(const Params& params, Storage& shared, int32_t warp,
                                            int32_t lane) {
   if (warp > Fc1::kEpilogueWarp) {
-    const int32_t first_slot = for_each_range(shared, lane, [](GroupRange) {});
-    if (lane == 0) {
-      wait_done(params.ranges->done, static_cast<int32_t>(gridDim.x));
-      ptx::mbarrier_arrive(ptx::shared_address(&shared.fc1_done));
-    }
-    return first_slot;
+    return for_each_range(shared, lane, [](GroupRange) {});
   }
   int32_t first_slot = 0;
   if (warp < Fc1::kMmaWarps) {
@@ -89,6 +85,13 @@ __device__ __forceinline__ int32_t run_fc1(const Params& params, Storage& shared
   ptx::fence_proxy_async();  // copies come where the sums were written
   release(shared.fc1_left, lane);
   return first_slot;
+}
+
+// One thread: passes on to the warps that multiply that FC1 is done.
+__device__ __forceinline__ void wait_for_fc1(const Params& params, Storage& shared) {
+  ptx::mbarrier_wait(ptx::shared_address(&shared.fc1_left), 0);  // not before the CTA's own is
+  wait_done(params.ranges->done, static_cast<int32_t>(gridDim.x));
+  ptx::mbarrier_arrive(ptx::shared_address(&shared.fc1_done));
 }
 
 __device__ __forceinline__ void wait_for_routing() {
@@ -130,6 +133,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     wait_for_routing();
     if (warp == kLoadWarp) {
       load<kOneToken>(params, shared, lane);
+    } else if (warp == kPollWarp && lane == 0) {
+      wait_for_fc1(params, shared);
     }
   } else {
     ptx::setmaxnreg_inc<kMmaRegisters>();

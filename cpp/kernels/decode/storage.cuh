@@ -12,6 +12,7 @@ namespace cake::decode {
 
 inline constexpr int kMmaWarps = 16;  // of FC2, the last two of which do not multiply in FC1
 inline constexpr int kLoadWarp = kMmaWarps;
+inline constexpr int kPollWarp = kLoadWarp + 1;
 inline constexpr int kThreads = (kMmaWarps + 4) * 32;  // whole warpgroups, for setmaxnreg
 // Registers of a thread; together they are what the launch gives, 96 each.
 inline constexpr int kMmaRegisters = 112;

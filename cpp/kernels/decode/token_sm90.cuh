@@ -1,11 +1,11 @@
 // FC2 and finalize of the decode kernel for one token, sm_90a: its rows never go through memory.
 //
 // A CTA has 32 output columns; 112 CTAs have them all, any others none (the plan sees to it that
-// there are 112). Tile i is MMA warp i's: 32 weight rows of
-// the tile's expert (6144 B) and the scales of the 128 rows around them (3072 B), by two bulk
-// copies. Three tiles' weights lie in one stage of FC2's. The products are left in shared memory,
-// and 16 threads add up two columns each. What a warp multiplies, and how rows are added, is as in
-// multiply_fc2 and cake_finalize, bit for bit.
+// there are 112). Tile i is MMA warp i's: 32 weight rows of the tile's expert (6144 B) and the
+// scales of the 128 rows around them (3072 B), by two bulk copies. Three tiles' weights lie in one
+// stage of FC2's. The products are left in shared memory, and 16 threads add up two columns each.
+// What a warp multiplies, and how rows are added, is as in multiply_fc2 and cake_finalize, bit for
+// bit.
 //
 //   token_full[w]   load thread -> warp w: its weights are there   (1 arrival + bytes)
 //   fc1_left, fc1_done   as in fc2_sm90.cuh
@@ -45,7 +45,7 @@ __device__ __forceinline__ uint8_t* token_weights(Storage& shared, int32_t tile,
          tile % Token::kStageTiles * Token::kTileBytes;
 }
 
-// The load warp. `fc1_ring`: the next stage of FC1's ring, in lane `leader`.
+// The load warp. `fc1_ring`: the next stage of FC1's ring, in the leader.
 __device__ __forceinline__ void load_token(const fc2::Params& params, Storage& shared,
                                            RingPosition<Fc1::kStages> fc1_ring, bool is_leader,
                                            int32_t lane) {
@@ -56,7 +56,7 @@ __device__ __forceinline__ void load_token(const fc2::Params& params, Storage& s
   const int32_t first_slot = fc1_ring.stage;
   const uint64_t policy = ptx::createpolicy_evict_first();
   const int32_t num_tiles = load_num_tiles(params.num_tiles);
-  const int32_t own_expert = lane < kTopK ? load_tile(params.tiles + lane).expert : 0;
+  const int32_t own_expert = lane < num_tiles ? load_tile(params.tiles + lane).expert : 0;
   for (int32_t i = 0; i < num_tiles; ++i) {
     const int32_t expert = __shfl_sync(0xFFFFFFFFu, own_expert, i);
     if (is_leader) {
