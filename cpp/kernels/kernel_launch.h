@@ -32,11 +32,18 @@ struct LaunchConfig {
 };
 
 // Loads a kernel on the current device, so that nothing is loaded during a capture, and allows it
-// `shared_bytes` of dynamic shared memory.
+// `shared_bytes` of dynamic shared memory. `registers`: of a thread at launch, which a kernel moves
+// between its warpgroups; with fewer they would wait for ever.
 template <class... Parameters>
-Status load_kernel(const char* name, void (*kernel)(Parameters...), size_t shared_bytes = 0) {
+Status load_kernel(const char* name, void (*kernel)(Parameters...), size_t shared_bytes = 0,
+                   int registers = 0) {
   cudaFuncAttributes attributes{};
   CAKE_RETURN_IF_ERROR(cuda_status(cudaFuncGetAttributes(&attributes, kernel), name));
+  if (attributes.numRegs < registers) {
+    return error(StatusCode::kRuntimeError, name, ": expected ", registers,
+                 " registers a thread, got ", attributes.numRegs,
+                 " from the compiler that built this library; build it with nvcc 13.0");
+  }
   return cuda_status(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                           static_cast<int>(shared_bytes)),
                      name);

@@ -10,9 +10,10 @@ static_assert(decode::Fc2::kTilePairs == kDecodeTilePairs);
 static_assert(decode::Token::kCtas == kFinalizingCtas);
 
 Status load_decode() {
-  CAKE_RETURN_IF_ERROR(
-      load_kernel("cake_decode_sm90", &decode::cake_decode_sm90<true>, sizeof(decode::Storage)));
-  return load_kernel("cake_decode_sm90", &decode::cake_decode_sm90<false>, sizeof(decode::Storage));
+  CAKE_RETURN_IF_ERROR(load_kernel("cake_decode_sm90", &decode::cake_decode_sm90<true>,
+                                   sizeof(decode::Storage), decode::kLaunchRegisters));
+  return load_kernel("cake_decode_sm90", &decode::cake_decode_sm90<false>, sizeof(decode::Storage),
+                     decode::kLaunchRegisters);
 }
 
 Status launch_decode(const decode::Params& params, const Plan& plan, void* stream) {

@@ -14,10 +14,11 @@ inline constexpr int kMmaWarps = 16;  // of FC2, the last two of which do not mu
 inline constexpr int kLoadWarp = kMmaWarps;
 inline constexpr int kPollWarp = kLoadWarp + 1;
 inline constexpr int kThreads = (kMmaWarps + 4) * 32;  // whole warpgroups, for setmaxnreg
-// Registers of a thread; together they are what the launch gives, 96 each.
+// Registers of a thread at launch, which are then moved to the MMA warps.
+inline constexpr int kLaunchRegisters = 96;
 inline constexpr int kMmaRegisters = 112;
 inline constexpr int kLoadRegisters = 32;
-static_assert(4 * kMmaRegisters + kLoadRegisters <= 5 * 96, "too many registers");
+static_assert(4 * kMmaRegisters + kLoadRegisters <= 5 * kLaunchRegisters, "too many registers");
 
 struct Fc1 {
   static constexpr int kHidden = 3584;

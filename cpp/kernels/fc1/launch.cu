@@ -46,7 +46,7 @@ Status launch_prefill(const fc1::Params& params, LaunchConfig where) {
 template <class Shape>
 Status load_prefill() {
   return load_kernel("cake_fc1_prefill_sm90", &fc1::cake_fc1_prefill_sm90<Shape>,
-                     sizeof(fc1::PrefillStorage<fc1::Prefill<Shape>>));
+                     sizeof(fc1::PrefillStorage<fc1::Prefill<Shape>>), Shape::kLaunchRegisters);
 }
 
 }  // namespace

@@ -49,7 +49,7 @@ Status load_fc2(Architecture architecture) {
     return {};
   }
   return load_kernel("cake_fc2_prefill_sm90", &fc2::cake_fc2_prefill_sm90,
-                     sizeof(fc2::PrefillStorage));
+                     sizeof(fc2::PrefillStorage), fc2::Prefill::kLaunchRegisters);
 }
 
 Status launch_fc2(const fc2::Params& params, const Plan& plan, void* stream) {
