@@ -21,7 +21,7 @@ struct Gpu {
 };
 
 enum class Kernels : uint8_t {
-  kDecode,   // sm_90, few pairs per expert: bound by the weight stream, tiles of 8 pairs
+  kDecode,   // sm_90, few pairs per expert: FC1 and FC2 in one launch, tiles of 8 pairs
   kPrefill,  // sm_90, many: warpgroup MMA, tiles of up to 64, 88 or 176 pairs
   kSm100,    // block-scaled MMA, tiles of up to 8 .. 128 pairs
 };
