@@ -37,8 +37,8 @@
 namespace cake::decode {
 
 // Loads the weights of a range. `ring` and `scales`: the next stage and scale buffer.
-__device__ __forceinline__ void load_range(const fc1::Params& params, Storage& shared,
-                                           GroupRange range, RingPosition<Fc1::kStages>& ring,
+__device__ __forceinline__ void load_range(const fc1::Params& params, Storage& shared, Range range,
+                                           RingPosition<Fc1::kStages>& ring,
                                            RingPosition<2>& scales) {
   const uint64_t policy = ptx::createpolicy_evict_first();
   int32_t expert = 0;
@@ -85,12 +85,12 @@ __device__ __forceinline__ RingPosition<Fc1::kStages> load_fc1(const Params& par
   for (RingPosition<1> place;; place.advance()) {
     const Range range = even_range(groups, ranges, taken);
     ptx::mbarrier_wait(ptx::shared_address(&shared.range_empty), place.parity ^ 1);
-    shared.range = taken < ranges ? GroupRange{range.begin, range.end} : GroupRange{-1, ring.stage};
+    shared.range = taken < ranges ? GroupRange{range} : GroupRange{{-1, ring.stage}};
     ptx::mbarrier_arrive(ptx::shared_address(&shared.range_full));
     if (taken >= ranges) {
       return ring;
     }
-    load_range(params.fc1, shared, {range.begin, range.end}, ring, scales);
+    load_range(params.fc1, shared, range, ring, scales);
     taken = atomicAdd(&params.ranges->taken, 1);
   }
 }
@@ -116,13 +116,14 @@ struct HalfGroup {
   uint32_t scales[2];
 };
 
+// What an MMA warp keeps from one range to the next.
 class Fc1MmaWarp {
  public:
   __device__ __forceinline__ Fc1MmaWarp(const fc1::Params& params, Storage& shared, int32_t warp,
                                         int32_t lane)
       : params_(params), shared_(shared), warp_(warp), lane_(lane) {}
 
-  __device__ __forceinline__ void run(GroupRange range) {
+  __device__ __forceinline__ void run(Range range) {
     if (range.begin >= range.end) {
       return;
     }
@@ -179,7 +180,7 @@ class Fc1MmaWarp {
   }
 
   // Waits for 16 rows and brings this warp's share into registers.
-  __device__ __forceinline__ void load(GroupRange range, int32_t q, int32_t half, HalfGroup& out) {
+  __device__ __forceinline__ void load(Range range, int32_t q, int32_t half, HalfGroup& out) {
     const int32_t group = q % Fc1::kGroups;
     if (half == 0 && (q == range.begin || group % 4 == 0)) {
       ptx::mbarrier_wait(ptx::shared_address(&shared_.scales_full[scales_.stage]), scales_.parity);
@@ -201,7 +202,7 @@ class Fc1MmaWarp {
   }
 
   // Gives back the stage, and after the last of its rows the scale buffer, that load() has read.
-  __device__ __forceinline__ void release_stage(GroupRange range, int32_t q, int32_t half,
+  __device__ __forceinline__ void release_stage(Range range, int32_t q, int32_t half,
                                                 const HalfGroup& loaded) {
     release_loaded(shared_.fc1_empty[ring_.stage], lane_, loaded.codes[0][0].x,
                    loaded.codes[0][1].x, loaded.codes[1][0].x, loaded.codes[1][1].x,
@@ -253,8 +254,7 @@ class Fc1MmaWarp {
 // Adds the partial sums, applies SiTU and requantizes (recipe Q') 16 features of up to 8 pairs.
 // `ring`: the next buffer of sums.
 __device__ __forceinline__ void run_epilogue(const fc1::Params& params, Storage& shared,
-                                             GroupRange range, RingPosition<2>& ring,
-                                             int32_t lane) {
+                                             Range range, RingPosition<2>& ring, int32_t lane) {
   const int32_t g = lane / 4;
   Tile tile{};
   float alpha = 0;

@@ -69,15 +69,15 @@ __device__ __forceinline__ void init_barriers(Storage& shared) {
 __device__ __forceinline__ int32_t run_fc1(const Params& params, Storage& shared, int32_t warp,
                                            int32_t lane) {
   if (warp > Fc1::kEpilogueWarp) {
-    return for_each_range(shared, lane, [](GroupRange) {});
+    return for_each_range(shared, lane, [](Range) {});
   }
   int32_t first_slot = 0;
   if (warp < Fc1::kMmaWarps) {
     Fc1MmaWarp mma(params.fc1, shared, warp, lane);
-    first_slot = for_each_range(shared, lane, [&](GroupRange range) { mma.run(range); });
+    first_slot = for_each_range(shared, lane, [&](Range range) { mma.run(range); });
   } else {
     RingPosition<2> sums;
-    first_slot = for_each_range(shared, lane, [&](GroupRange range) {
+    first_slot = for_each_range(shared, lane, [&](Range range) {
       run_epilogue(params.fc1, shared, range, sums, lane);
       count_done(params.ranges->done, lane);
     });

@@ -57,8 +57,7 @@ struct alignas(16) Fc2Item {
 
 // A range of FC1's 32-row groups. After the last one `begin` is negative and `end` the slot of
 // FC1's ring that comes next.
-struct GroupRange {
-  int32_t begin, end;
+struct GroupRange : Range {
   __device__ __forceinline__ bool is_end() const { return begin < 0; }
 };
 
