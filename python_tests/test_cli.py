@@ -63,7 +63,10 @@ def test_info_json_adds_up(capsys: pytest.CaptureFixture[str]) -> None:
 def test_info_shows_where_one_launch_does_two_stages(capsys: pytest.CaptureFixture[str]) -> None:
     for tokens, end in (("1", " columns, one launch\n"), ("2", " columns\n")):
         assert main(["info", "--tokens", tokens]) == 0
-        assert f"FC2 and finalize in 1 part(s) of 3584{end}" in capsys.readouterr().out
+        text = capsys.readouterr().out
+        assert f"FC1 and FC2 in one launch\nFC2 and finalize in 1 part(s) of 3584{end}" in text
+    assert main(["info", "--tokens", "129"]) == 0
+    assert "one launch" not in capsys.readouterr().out
 
 
 def test_info_shows_chunks(capsys: pytest.CaptureFixture[str]) -> None:

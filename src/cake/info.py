@@ -169,6 +169,8 @@ def _print_workspace(num_tokens: int, regions: list[dict[str, Any]], gpu: tuple[
             f"\nPlan on compute capability {gpu[0]}, {gpu[1]} SMs: {plan['kernels']} kernels, "
             f"up to {plan['tile_pairs']} pairs a tile"
         )
+        if plan["kernels"] == "decode":
+            print("FC1 and FC2 in one launch")
         if plan["tokens_per_chunk"] < num_tokens:
             print(f"in chunks of up to {plan['tokens_per_chunk']} tokens")
         columns = plan["fc2_columns_per_part"]
