@@ -84,4 +84,6 @@ def test_a_call_needs_nothing_but_torch(tmp_path: Path, device: str, order: str)
     )
     assert result.returncode == 0, result.stderr
     assert result.stdout == "[]\n"
-    assert sorted(p.name for p in tmp_path.rglob("*")) == ["home"]
+    # CUDA's driver makes its cache of compiled kernels when it starts; nothing may be in there.
+    cache = {home / ".nv", home / ".nv/ComputeCache"} if device == "cuda" else set()
+    assert set(tmp_path.rglob("*")) - cache == {home}
