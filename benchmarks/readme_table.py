@@ -27,7 +27,9 @@ def table(path: Path, root: Path) -> str:
     """Return the README's text between the markers."""
     report: dict[str, Any] = json.loads(path.read_text())
     ceilings = report["ceilings"]
-    rows = [r for r in report["results"] if r["routing"] == "random"]
+    rows = sorted(
+        (r for r in report["results"] if r["routing"] == "random"), key=lambda r: r["tokens"]
+    )
     peers = sorted({name for r in rows for name, p in r.get("peers", {}).items() if "ratio" in p})
     facts = [report["peers"][name] for name in peers]
     dirty = " (with uncommitted changes)" if report["cake"].get("dirty") else ""

@@ -1,4 +1,5 @@
-# Commit, compilers and architectures for `cake info`.
+# CAKE_COMMIT and CAKE_DIRTY for `cake info` and the bill of materials. As a script (cmake -P, in the
+# source folder) it writes them to the header OUTPUT, if they have changed.
 find_program(CAKE_GIT git)
 set(CAKE_COMMIT "unknown")
 set(CAKE_DIRTY "null")
@@ -16,4 +17,7 @@ if(CAKE_GIT)
       set(CAKE_DIRTY "true")
     endif()
   endif()
+endif()
+if(CMAKE_SCRIPT_MODE_FILE)
+  configure_file("${CMAKE_SOURCE_DIR}/cpp/kernels/commit.h.in" "${OUTPUT}" @ONLY)
 endif()
