@@ -270,9 +270,11 @@ def _prepare_refusals() -> dict[str, tuple[str, Any, Any]]:
         "empty": (rf"workspace_buffer.*\b{needed}\b", small[:0], 2),
         **{
             f"count-{count}": ("num_tokens", buffer, count)
-            for count in (-1, 16385, 1.5, True, "8", None, 2**70)
+            for count in (-1, 16385, 1.5, True, "8", b"\2", None, 2**70)
         },
         "count-in-list": ("num_tokens", buffer, [1, -1]),
+        "counts-none": ("num_tokens: expected at least one", buffer, []),
+        "counts-mapping": ("num_tokens", buffer, {2: 3}),
         "count-tensor": ("num_tokens", buffer, torch.tensor(2.5)),
         "second-count-too-large": ("workspace_buffer", buffer, [1, 512]),
     }

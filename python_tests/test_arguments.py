@@ -175,6 +175,31 @@ def test_wrong_type_of_the_same_width_is_refused(call: Call, name: str, dtype: t
     assert_refused(wrong, name, "expected", raises=TypeError)
 
 
+# torch's stable interface cannot name the first two to the operator.
+@pytest.mark.parametrize(
+    "dtype", [torch.float4_e2m1fn_x2, torch.float8_e8m0fnu, torch.float8_e4m3fnuz]
+)
+@pytest.mark.parametrize("name", ["fc1_expert_weights", "quant_scales[4]", "workspace_buffer"])
+def test_type_that_checkpoints_have_is_refused_by_its_name(
+    call: Call, name: str, dtype: torch.dtype
+) -> None:
+    wrong = operand(call, name).view(torch.uint8).view(dtype)
+    got = f"got {str(dtype).removeprefix('torch.')}"
+    assert_refused(with_operand(call, name, wrong), name, got, raises=TypeError)
+    if name == "workspace_buffer":
+        with pytest.raises(TypeError, match="workspace_buffer: expected uint8 or int8, got float"):
+            cake.cake_fused_moe_prepare_workspace(wrong, T)
+
+
+def test_nested_tensor_is_refused(call: Call) -> None:
+    nested = torch.nested.nested_tensor([torch.ones(16, dtype=torch.bfloat16)])
+    assert_refused({**call, "token_final_scales": nested}, "token_final_scales", "strided")
+
+
+def test_batch_invariant_is_a_bool(call: Call) -> None:
+    assert_refused({**call, "batch_invariant": "yes"}, "batch_invariant", "bool", raises=TypeError)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["quant_scales[0]", "quant_scales[3]", "situ_beta", "output"])
 def test_converted_float_is_refused(call: Call, name: str, dtype: torch.dtype) -> None:

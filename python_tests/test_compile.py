@@ -272,6 +272,18 @@ def test_wrong_scale_is_named_while_tracing(layer: Layer, index: int, dtype: tor
             ops.fused_moe(*fakes)
 
 
+def test_too_many_tokens_are_refused_while_tracing(layer: Layer) -> None:
+    call = layer.call(2)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        many = {
+            name: torch.empty(16385, *call[name].shape[1:], dtype=call[name].dtype)
+            for name in ("input", "token_selected_experts", "token_final_scales")
+        }
+        output = torch.empty_like(many["input"])
+        with pytest.raises(RuntimeError, match="input: expected at most 16384 tokens, got 16385"):
+            ops.fused_moe(*op_arguments({**call, **many, "output": output}))
+
+
 @pytest.mark.parametrize("output", [False, True], ids=["allocated", "given"])
 def test_fake_tensors_have_real_shapes_and_no_warning(layer: Layer, output: bool) -> None:
     call = layer.call(3)

@@ -106,7 +106,9 @@ def test_one_buffer_for_several_token_counts(layer: Layer) -> None:
 
 
 @pytest.mark.parametrize(
-    "counts", [range(1, 9), [1, 8], {1, 8}, (8,), iter([1, 8])], ids=lambda c: type(c).__name__
+    "counts",
+    [range(1, 9), [1, 8], {1, 8}, (8,), iter([1, 8]), np.array([1, 8])],
+    ids=lambda c: type(c).__name__,
 )
 def test_an_iterable_prepares_each_count(layer: Layer, counts: object) -> None:
     buffer = unprepared(8)
@@ -335,3 +337,14 @@ def test_a_new_buffer_at_the_address_of_a_moved_one_can_be_prepared(layer: Layer
     assert_not_prepared(layer.call(T, workspace=first), second)
     prepare(second, T)
     run({**layer.call(T, workspace=second), "workspace_buffer": second})
+
+
+def test_another_tensor_over_the_memory_is_refused_and_changes_nothing(layer: Layer) -> None:
+    call = layer.call(T)
+    buffer = call["workspace_buffer"]
+    expected = run(call)
+    for alias in (torch.from_numpy(buffer.numpy()), torch.from_dlpack(buffer)):
+        assert_refused({**call, "workspace_buffer": alias}, "workspace_buffer", "another tensor")
+        assert_same_bits(run(call), expected)
+    prepare(alias, T)
+    assert_same_bits(run({**call, "workspace_buffer": alias}), expected)

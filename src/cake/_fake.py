@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from cake import log
-from cake.support import GROUP_SIZE, KIMI_K3
+from cake.support import GROUP_SIZE, KIMI_K3, MAX_TOKENS
 
 _SF_DTYPES = (torch.uint8, torch.float8_e4m3fn)
 
@@ -83,6 +83,11 @@ def check_fused_moe(
     device = input.device
     _check_dim("input", input, 2)
     tokens = input.shape[0]
+    if isinstance(tokens, int):  # not a symbol
+        torch._check(
+            tokens <= MAX_TOKENS,
+            lambda: f"input: expected at most {MAX_TOKENS} tokens, got {tokens}",
+        )
     _check("input", input, (torch.bfloat16,), (tokens, h), device)
     _check("token_selected_experts", topk_ids, (torch.int32, torch.int64), (tokens, k), device)
     _check("token_final_scales", topk_weights, (torch.bfloat16, torch.float32), (tokens, k), device)

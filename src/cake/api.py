@@ -213,12 +213,17 @@ def cutlass_fused_moe(
     if torch.compiler.is_compiling():
         torch.ops.cake.fused_moe(*arguments)
         return output
-    workspace.forget_if_moved(workspace_buffer)
+    workspace.check_owner(workspace_buffer)
     operator = log.fused_moe if log.is_watched() else torch.ops.cake.fused_moe
     try:
         operator(*arguments)
     except RuntimeError as error:
         options.check_tensors(tensors, optional)
+        options.check_dtypes(tensors, optional)
+        if not isinstance(batch_invariant, (bool, int)):
+            raise errors.DTypeError(
+                f"batch_invariant: expected a bool, got {batch_invariant!r}"
+            ) from None
         raise errors.translate(error) from None
     # What autograd sees of an in-place write, which the operator itself cannot announce.
     torch.autograd.graph.increment_version((output, workspace_buffer))

@@ -9,9 +9,9 @@ from enum import Enum, IntEnum
 import torch
 from torch import Tensor
 
-from .errors import UnsupportedError
+from .errors import DTypeError, UnsupportedError
 from .layout import check_geometry
-from .prepared_weights import check_tensor
+from .prepared_weights import check_tensor, require_tensor
 from .weights import prepare_weights, quantize_rows
 
 
@@ -103,6 +103,8 @@ _NVFP4 = QuantConfig(weight=QuantFormat.NVFP4, activation=QuantFormat.NVFP4)
 
 
 def _check_quant(quant: QuantConfig) -> None:
+    if not isinstance(quant, QuantConfig):
+        raise DTypeError(f"quant: expected QuantConfig, got {type(quant).__name__}")
     for name, expected in (
         ("weight", QuantFormat.NVFP4),
         ("activation", QuantFormat.NVFP4),
@@ -223,6 +225,7 @@ class TrtllmFp4Config:
         """
         _check_quant(quant)
         x = hidden_states_bf16
+        require_tensor("hidden_states_bf16", x)
         if x.ndim != 2 or x.shape[1] % 16:
             raise ValueError(
                 "hidden_states_bf16: expected shape [T, H] with H a multiple of 16, "

@@ -17,14 +17,20 @@ An order is a gather: ``prepared[n] = logical[order[n]]``. It is not its own inv
 
 from __future__ import annotations
 
+from typing import SupportsIndex
+
 import torch
 from torch import Tensor
+
+from .errors import DTypeError
 
 ROW_TILE = 128
 COLUMN_TILE = 4
 
 
 def _require_multiple(name: str, value: int, multiple: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
+        raise DTypeError(f"{name}: expected an integer, got {value!r}")
     if value <= 0 or value % multiple:
         raise ValueError(f"{name}: expected a positive multiple of {multiple}, got {value}")
 

@@ -13,7 +13,7 @@ from cake import api, errors, support
 from cake.config import ActivationType
 from cake.modelopt import ModelOptLayer
 from cake.prepared_weights import PreparedWeights, check_expert, check_tensor
-from cake.workspace import token_count
+from cake.workspace import token_counts as workspace_counts
 
 _SCALES = ("input_scale", "w13_sf", "fc1_alpha", "fc2_input_scale", "w2_sf", "fc2_alpha")
 
@@ -27,7 +27,7 @@ class SharedWorkspace:
 
     Parameters
     ----------
-    token_counts : iterable of int
+    token_counts : int or iterable of int
         0 to 16384 each, such as the batch sizes of captured graphs; the largest sets the size.
     device : torch.device, str or int, optional
         Where the layers run; default: torch's default device.
@@ -39,11 +39,11 @@ class SharedWorkspace:
     """
 
     def __init__(
-        self, token_counts: Iterable[int], device: torch.device | str | int | None = None
+        self, token_counts: int | Iterable[int], device: torch.device | str | int | None = None
     ) -> None:
         from torch._dynamo import mark_static_address  # takes a second, which `import cake` saves
 
-        counts = [token_count("token_counts", count) for count in token_counts]
+        counts = workspace_counts("token_counts", token_counts)
         if not counts:
             raise ValueError("token_counts: expected at least one, got none")
         nbytes = torch.ops.cake.workspace_size(max(counts))
@@ -54,10 +54,12 @@ class SharedWorkspace:
         mark_static_address(self.buffer)
         self.token_counts = frozenset(counts)
 
-    def prepare(self, token_counts: Iterable[int]) -> None:
+    def prepare(self, token_counts: int | Iterable[int]) -> None:
         """Prepare for more token counts, outside of a capture; the buffer must have room."""
-        counts = [token_count("token_counts", count) for count in token_counts]
-        most = max(counts, default=0)
+        counts = workspace_counts("token_counts", token_counts)
+        if not counts:
+            return
+        most = max(counts)
         if torch.ops.cake.workspace_size(most) > self.buffer.numel():
             raise ValueError(
                 f"token_counts: expected at most {max(self.token_counts)}, the largest that this "
@@ -94,7 +96,7 @@ class SiTUExperts(nn.Module):
         E experts, on the device that will run, or on meta, to be loaded with `assign=True`.
     quant_scales : sequence of six torch.Tensor
         As in `cutlass_fused_moe`, on that device; the block scales are the tensors of `weights`.
-    token_counts : iterable of int
+    token_counts : int or iterable of int
         The token counts that will come; the workspace is prepared for them.
     workspace : SharedWorkspace, optional
         Default: the module makes its own, as large as `token_counts` needs.
@@ -122,7 +124,7 @@ class SiTUExperts(nn.Module):
         weights: PreparedWeights,
         quant_scales: Sequence[Tensor],
         *,
-        token_counts: Iterable[int] = (),
+        token_counts: int | Iterable[int] = (),
         workspace: SharedWorkspace | None = None,
         on_new_count: Literal["refuse", "prepare"] = "refuse",
         batch_invariant: bool = False,
@@ -192,7 +194,7 @@ class SiTUExperts(nn.Module):
             raise ValueError(f"workspace: expected a SharedWorkspace on {device}, got {workspace}")
         self.workspace, self._owns_workspace = workspace, False
 
-    def prepare(self, token_counts: Iterable[int]) -> None:
+    def prepare(self, token_counts: int | Iterable[int]) -> None:
         """Prepare the workspace for more token counts, see `SharedWorkspace.prepare`."""
         self._follow_weights()
         self.workspace.prepare(token_counts)
@@ -339,16 +341,22 @@ def _buffers(weights: PreparedWeights, quant_scales: Sequence[Tensor]) -> dict[s
     if not isinstance(weights, PreparedWeights):
         raise errors.DTypeError(f"weights: expected PreparedWeights, got {type(weights).__name__}")
     if not isinstance(quant_scales, (list, tuple)) or len(quant_scales) != len(_SCALES):
-        raise ValueError(f"quant_scales: expected a list of six tensors, got {quant_scales!r}")
+        several = isinstance(quant_scales, (list, tuple))
+        got = len(quant_scales) if several else type(quant_scales).__name__
+        raise ValueError(f"quant_scales: expected a list of six tensors, got {got}")
     tensors = weights.tensors()
     for i, (name, scale) in enumerate(zip(_SCALES, quant_scales, strict=True)):
         if name not in tensors:
             count = 1 if name == "input_scale" else weights.num_experts
             tensors[name] = _scale(f"quant_scales[{i}]", scale, count, weights.w13)
-        elif scale.data_ptr() != tensors[name].data_ptr() or scale.nbytes != tensors[name].nbytes:
-            raise ValueError(f"quant_scales[{i}]: expected weights.{name}, got another tensor")
+        elif (
+            not isinstance(scale, Tensor)
+            or scale.data_ptr() != tensors[name].data_ptr()
+            or scale.nbytes != tensors[name].nbytes
+        ):
+            raise ValueError(f"quant_scales[{i}]: expected weights.{name}, got another")
     for name in ("w13_scale", "w2_scale"):
-        tensors[name] = tensors[name].clone()
+        tensors[name] = tensors[name].detach().clone()
     return tensors
 
 
@@ -359,4 +367,4 @@ def _scale(name: str, scale: object, count: int, like: Tensor) -> Tensor:
     check_tensor(name, scale, torch.float32, (count,))
     if scale.device != like.device:
         raise ValueError(f"{name}: expected a tensor on {like.device}, got one on {scale.device}")
-    return scale.clone(memory_format=torch.contiguous_format)
+    return scale.detach().clone(memory_format=torch.contiguous_format)

@@ -95,8 +95,9 @@ def check_tensor(name: str, value: object, device: torch.device | None = None) -
     """Raise unless `value` is a strided tensor, on `device` or, when None, where cake can run."""
     if not isinstance(value, Tensor):
         raise errors.DTypeError(f"{name}: expected a torch.Tensor, got {type(value).__name__}")
-    if value.layout is not torch.strided:
-        raise errors.UnsupportedError(f"{name}: expected a strided tensor, got {value.layout}")
+    if value.layout is not torch.strided or value.is_nested:
+        got = "a nested one" if value.is_nested else value.layout
+        raise errors.UnsupportedError(f"{name}: expected a strided tensor, got {got}")
     if device is not None:
         if value.device != device:
             raise ValueError(
@@ -117,6 +118,41 @@ TENSORS = (
     *(f"quant_scales[{i}]" for i in range(6)),
 )
 OPTIONAL = ("situ_beta", "situ_linear_beta", "output", "workspace_buffer")
+
+
+_FLOAT, _BYTES = (torch.float32,), (torch.uint8,)
+_SCALES = (torch.uint8, torch.float8_e4m3fn)
+_DTYPES: dict[str, tuple[torch.dtype, ...]] = {
+    "input": (torch.bfloat16,),
+    "token_selected_experts": (torch.int32, torch.int64),
+    "token_final_scales": (torch.bfloat16, torch.float32),
+    "fc1_expert_weights": _BYTES,
+    "fc2_expert_weights": _BYTES,
+    **{f"quant_scales[{i}]": _SCALES if i in (1, 4) else _FLOAT for i in range(6)},
+    "situ_beta": _FLOAT,
+    "situ_linear_beta": _FLOAT,
+    "output": (torch.bfloat16,),
+    "workspace_buffer": (torch.uint8, torch.int8),
+}
+
+
+def check_dtype(name: str, value: Tensor) -> None:
+    """Raise for an argument of another dtype.
+
+    The operator does as well, but of some dtypes (float4_e2m1fn_x2, float8_e8m0fnu) torch's stable
+    interface cannot tell it the name.
+    """
+    if value.dtype not in _DTYPES[name]:
+        expected = " or ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES[name])
+        got = str(value.dtype).removeprefix("torch.")
+        raise errors.DTypeError(f"{name}: expected {expected}, got {got}")
+
+
+def check_dtypes(tensors: tuple[Tensor, ...], optional: tuple[Tensor | None, ...]) -> None:
+    """Raise for the first argument of another dtype; the arguments of `check_tensors`."""
+    for name, value in zip((*TENSORS, *OPTIONAL), (*tensors, *optional), strict=True):
+        if value is not None:
+            check_dtype(name, value)
 
 
 def are_plain_tensors(tensors: tuple[Any, ...], optional: tuple[Any, ...]) -> bool:

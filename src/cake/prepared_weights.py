@@ -7,7 +7,7 @@ decode scales that its bytes were made with: ``W ~= e2m1 * e4m3 * scale[e]``.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -209,8 +209,11 @@ def unprepare(prepared: PreparedWeights, expert: int | None = None) -> LogicalWe
     Raises
     ------
     ValueError
-        If ``expert`` is outside 0 .. E-1.
+        If ``expert`` is outside 0 .. E-1; also a TypeError if it is no integer, or ``prepared`` is
+        something else.
     """
+    if not isinstance(prepared, PreparedWeights):
+        raise DTypeError(f"prepared: expected PreparedWeights, got {type(prepared).__name__}")
     if expert is not None:
         check_expert(prepared, expert)
     chosen: slice | int = slice(None) if expert is None else expert
@@ -231,8 +234,15 @@ def unprepare(prepared: PreparedWeights, expert: int | None = None) -> LogicalWe
     )
 
 
+def require_tensor(name: str, value: object) -> None:
+    """Refuse what is no tensor (DTypeError) by name."""
+    if not isinstance(value, Tensor):
+        raise DTypeError(f"{name}: expected a torch.Tensor, got {type(value).__name__}")
+
+
 def check_tensor(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    """Refuse another dtype (DTypeError) or shape (ValueError) by name."""
+    """Refuse no tensor, another dtype (DTypeError) or another shape (ValueError) by name."""
+    require_tensor(name, tensor)
     if tensor.dtype != dtype:
         raise DTypeError(f"{name}: expected {dtype}, got {tensor.dtype}")
     if tuple(tensor.shape) != shape:
@@ -240,14 +250,19 @@ def check_tensor(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int
 
 
 def check_expert(out: PreparedWeights, expert: int) -> None:
-    """Refuse an expert outside 0 .. E-1 (ValueError)."""
+    """Refuse what is no integer (DTypeError), and an expert outside 0 .. E-1 (ValueError)."""
+    if isinstance(expert, bool) or not isinstance(expert, SupportsIndex):
+        raise DTypeError(f"expert: expected an integer, got {expert!r}")
     if not 0 <= expert < out.num_experts:
         raise ValueError(f"expert: expected 0 .. {out.num_experts - 1}, got {expert}")
 
 
 def decode_scales(name: str, scale: Tensor | float, count: int) -> Tensor:
-    """Give a new contiguous float32 [count] tensor on the scale's device, checked usable."""
-    values = torch.as_tensor(scale, dtype=torch.float32).flatten()
+    """Give a new contiguous float32 [count] tensor on the scale's device, checked usable.
+
+    It requires no gradient, or what it is stored in would keep alive all that it came from.
+    """
+    values = torch.as_tensor(scale, dtype=torch.float32).detach().flatten()
     if values.numel() not in (1, count):
         raise ValueError(f"{name}: expected one value or {count}, got {tuple(values.shape)}")
     # The reciprocal is used too, so it must be finite as well.

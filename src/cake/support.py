@@ -56,7 +56,7 @@ def is_supported(device: torch.device | str | int | None = None) -> tuple[bool, 
         device = f"cuda:{int(device)}"
     try:
         device = torch.device(device)
-    except RuntimeError:
+    except (RuntimeError, TypeError):
         return False, f"device: expected cpu, cuda or cuda:N, got {device!r}"
     if device.type == "cpu":
         return True, "exact multi-threaded path"

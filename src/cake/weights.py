@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from . import _library  # noqa: F401  (registers the operators)
-from .errors import translate
+from .errors import DTypeError, translate
 from .layout import fc1_row_order, fc2_row_order, interleave_scales
 from .prepared_weights import (
     LogicalWeights,
@@ -18,6 +18,7 @@ from .prepared_weights import (
     check_expert,
     check_tensor,
     decode_scales,
+    require_tensor,
     unprepare,
 )
 from .quantize import BLOCK, E2M1_MAX, E4M3_MAX
@@ -83,6 +84,7 @@ def prepare_weights(
         also a TypeError if a dtype is wrong. Experts before a refused one are written.
     """
     _check_order(w13_order)
+    require_tensor("w13", w13)
     if w13.ndim != 3:
         raise ValueError(f"w13: expected shape [E, 2I, H], got {tuple(w13.shape)}")
     experts, rows, hidden = w13.shape
@@ -91,6 +93,8 @@ def prepare_weights(
     if out is None:
         target = w13.device if device is None else device
         out = PreparedWeights.empty(experts, hidden, rows // 2, target)
+    elif not isinstance(out, PreparedWeights):
+        raise DTypeError(f"out: expected PreparedWeights, got {type(out).__name__}")
     elif device is not None and torch.empty(0, device=device).device != out.device:
         raise ValueError(f"device: expected that of out, {out.device}, got {device}")
     if out.num_experts != experts:
@@ -290,7 +294,7 @@ def _per_expert(name: str, scale: WeightScale, count: int) -> list[float | Liter
 
 def _expert_scale(name: str, weights: Tensor, scale: WeightScale, expert: int) -> Tensor:
     """Give the decode scale of one expert, float32 [1]; refuse weights that are not finite."""
-    low, high = torch.aminmax(weights)  # either is NaN if any weight is
+    low, high = torch.aminmax(weights.detach())  # either is NaN if any weight is
     amax = torch.maximum(low.abs(), high.abs()).float().reshape(1)
     if not bool(amax.isfinite()):
         raise ValueError(f"{name} of expert {expert}: expected finite weights, got NaN or infinity")

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import SupportsIndex, cast
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from cake import errors, log, support
+from cake import errors, log, options, support
 
 # (device index or -1, address) -> the storage that was prepared there
 _owners: dict[tuple[int, int], weakref.ref[torch.UntypedStorage]] = {}
@@ -57,6 +57,31 @@ def forget_if_moved(workspace: Tensor) -> None:
             _forget(place, owner)
 
 
+def check_owner(workspace: Tensor) -> None:
+    """Refuse a tensor over the memory of another one's prepared storage, which keeps its entry.
+
+    Where that storage has moved away from this address, the entry is dropped.
+
+    Raises
+    ------
+    ValueError
+        The other tensor is alive and still there.
+    """
+    if not _has_memory(workspace):
+        return
+    place = _place(workspace)
+    reference = _owners.get(place)
+    if reference is None or (owner := reference()) is workspace.untyped_storage():
+        return
+    if owner is not None and 0 <= place[1] - owner.data_ptr() < owner.nbytes():
+        raise ValueError(
+            "workspace_buffer: expected the prepared buffer or a view of it, got another tensor "
+            "over its memory; pass the one given to cake_fused_moe_prepare_workspace, or prepare "
+            "this one"
+        )
+    _forget(place, reference)
+
+
 def token_count(name: str, value: object) -> int:
     """Return a token count as an int in 0..16384.
 
@@ -75,13 +100,21 @@ def token_count(name: str, value: object) -> int:
     return count
 
 
+def token_counts(name: str, value: object) -> list[int]:
+    """Return one token count or several, see `token_count`."""
+    if isinstance(value, (str, bytes, Mapping)):
+        raise errors.DTypeError(f"{name}: expected integers, got {value!r}")
+    # An array of several is one of them; Tensor and an array without dimensions are none.
+    several = isinstance(value, Iterable) and getattr(value, "ndim", 1) == 1
+    values = cast("Iterable[int]", value) if several and not isinstance(value, Tensor) else [value]
+    return [token_count(name, v) for v in values]
+
+
 def prepare(workspace: Tensor, num_tokens: int | Iterable[int]) -> None:
     """Prepare a workspace for the token count or counts and tie that to its storage."""
-    several = isinstance(num_tokens, Iterable) and not hasattr(num_tokens, "ndim")  # no array
-    counts = [
-        token_count("num_tokens", value)
-        for value in (cast("Iterable[int]", num_tokens) if several else [num_tokens])
-    ]
+    counts = token_counts("num_tokens", num_tokens)
+    if not counts:
+        raise ValueError("num_tokens: expected at least one, got none")
     counts.sort(reverse=True)  # what is too small for one count is refused before any is prepared
     if _has_memory(workspace):
         end = workspace.storage_offset() + workspace.numel()
@@ -95,6 +128,7 @@ def prepare(workspace: Tensor, num_tokens: int | Iterable[int]) -> None:
     try:
         torch.ops.cake.prepare_workspace(workspace, counts)
     except RuntimeError as error:
+        options.check_dtype("workspace_buffer", workspace)
         raise errors.translate(error) from None
     torch.autograd.graph.increment_version(workspace)
     if any(counts) and _has_memory(workspace):

@@ -67,7 +67,7 @@ struct Arguments {
   bool batch_invariant = false;
 
   const void* input = nullptr;     // bf16 [T, H], row stride below
-  int64_t input_stride = 0;        // elements
+  int64_t input_stride = -1;       // elements; -1: contiguous rows
   const void* topk_ids = nullptr;  // int32 or int64 [T, k]; ids outside [0, E) are empty slots
   IdType topk_ids_type = IdType::kInt32;
   const void* topk_weights = nullptr;  // bf16 or float32 [T, k]
