@@ -64,7 +64,7 @@ def test_prepare_refuses_other_types_by_name(layer):
         (lambda: TrtllmFp4Config.prepare_weights(None, w2, **sizes), "w1_bf16: expected a torch"),
         (
             lambda: TrtllmFp4Config.prepare_weights(w13, w2, **{**sizes, "hidden_size": "x"}),
-            "hidden: expected an integer, got 'x'",
+            "hidden_size: expected an integer, got 'x'",
         ),
         (lambda: TrtllmFp4Config.prepare_activations(None), "hidden_states_bf16: expected a torch"),
         (lambda: TrtllmFp4Config.prepare_activations(w2[0], quant=None), "quant: expected Quant"),

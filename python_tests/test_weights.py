@@ -286,7 +286,7 @@ def test_trtllm_config_returns_upstream_keys(layer):
         ({"activation": ActivationType.Swiglu}, NotImplementedError, "activation: expected SiTU"),
         ({"activation": SiTU(clamp_limit=7.0)}, NotImplementedError, "clamp_limit: .*got 7.0"),
         ({"num_local_experts": 4}, ValueError, r"w1_bf16: expected shape \(4, 128, 256\)"),
-        ({"hidden_size": 192}, ValueError, "hidden: .*got 192"),
+        ({"hidden_size": 192}, ValueError, "hidden_size: .*got 192"),
     ]:
         with pytest.raises(error, match=message):
             TrtllmFp4Config.prepare_weights(w1, w2, **{**sizes, **changes})

@@ -179,7 +179,7 @@ class TrtllmFp4Config:
             raise UnsupportedError(
                 f"activation.clamp_limit: expected None, got {activation.clamp_limit}"
             )
-        check_geometry(hidden_size, intermediate_size)
+        check_geometry(hidden_size, intermediate_size, ("hidden_size", "intermediate_size"))
         experts, h, i = num_local_experts, hidden_size, intermediate_size
         check_tensor("w1_bf16", w1_bf16, torch.bfloat16, (experts, 2 * i, h))
         check_tensor("w2_bf16", w2_bf16, torch.bfloat16, (experts, h, i))

@@ -35,16 +35,18 @@ def _require_multiple(name: str, value: int, multiple: int) -> None:
         raise ValueError(f"{name}: expected a positive multiple of {multiple}, got {value}")
 
 
-def check_geometry(hidden: int, intermediate: int) -> None:
-    """Refuse widths for which the layout has no whole 128x4 scale tiles.
+def check_geometry(
+    hidden: int, intermediate: int, names: tuple[str, str] = ("hidden", "intermediate")
+) -> None:
+    """Refuse widths for which the layout has no whole 128x4 scale tiles; `names` are the caller's.
 
     Raises
     ------
     ValueError
         If ``hidden`` is not a multiple of 128 or ``intermediate`` not one of 64 (2I of 128).
     """
-    _require_multiple("hidden", hidden, ROW_TILE)
-    _require_multiple("intermediate", intermediate, ROW_TILE // 2)
+    _require_multiple(names[0], hidden, ROW_TILE)
+    _require_multiple(names[1], intermediate, ROW_TILE // 2)
 
 
 def fc1_row_order(intermediate: int) -> Tensor:
