@@ -8,6 +8,7 @@
 #include <sstream>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 
 #include "cake/fused_moe.h"
 #include "names.h"
@@ -133,9 +134,12 @@ inline void check_sizes(const char* name, const Tensor& tensor,
 
 inline void check_contiguous(const char* name, const Tensor& tensor) {
   if (!tensor.is_contiguous()) {
+    const std::string_view operand = name;
+    const bool is_written = operand == names::kOutput || operand == names::kWorkspace;
     raise("ValueError",
           text(name, ": expected a contiguous tensor, got strides ", sizes_text(tensor.strides()),
-               " for shape ", sizes_text(tensor.sizes()), "; call .contiguous()"));
+               " for shape ", sizes_text(tensor.sizes()),
+               is_written ? "; pass a contiguous buffer" : "; call .contiguous()"));
   }
 }
 

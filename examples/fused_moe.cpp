@@ -3,9 +3,10 @@
 //
 //   cmake -S . -B build/cpp -DCAKE_TESTS=ON && cmake --build build/cpp --target cake_example
 //
-// A program of its own links cake::core after `cmake --install build/cpp --component cpp` and
-// find_package(cake), or after add_subdirectory. On a GPU: pointers to device memory, a Device of
-// type kCuda, the stream, and cake::kKimiK3 as the shape.
+// That takes CMake 3.28 or newer (pip install cmake), a Python for the configuration, and
+// GoogleTest (Debian's libgtest-dev), no torch. A program of its own links cake::core after `cmake
+// --install build/cpp --component cpp` and find_package(cake). On a GPU: pointers to device memory,
+// a Device of type kCuda, the stream, and cake::kKimiK3 as the shape.
 #include <cake/fused_moe.h>
 
 #include <cmath>

@@ -180,10 +180,11 @@ def cutlass_fused_moe(
             "got False"
         )
     if not isinstance(quant_scales, (list, tuple)) or len(quant_scales) != _QUANT_SCALES:
-        got = len(quant_scales) if isinstance(quant_scales, (list, tuple)) else quant_scales
+        several = isinstance(quant_scales, (list, tuple))
+        got = len(quant_scales) if several else type(quant_scales).__name__
         raise ValueError(
             "quant_scales: expected a list of six tensors (qX, FC1 block scales, dX*dW13, qA, "
-            f"FC2 block scales, dA*dW2), got {got!r}"
+            f"FC2 block scales, dA*dW2), got {got}"
         )
     tensors = (
         input,

@@ -46,6 +46,10 @@ class SharedWorkspace:
         counts = workspace_counts("token_counts", token_counts)
         if not counts:
             raise ValueError("token_counts: expected at least one, got none")
+        if device is not None and str(device) != "meta":
+            supported, reason = support.is_supported(device)
+            if not supported:
+                raise ValueError(reason)
         nbytes = torch.ops.cake.workspace_size(max(counts))
         with torch.inference_mode(False):  # either mode may write the buffer
             self.buffer = torch.empty(nbytes, dtype=torch.uint8, device=device)
