@@ -307,7 +307,7 @@ def test_wrong_scales_are_refused(index: int, value: Any, message: str) -> None:
     for use in (SiTUExperts, module.refit):
         with refused(module, rf"quant_scales\[{index}\]: {message}"):
             use(weights, scales)
-    with refused(module, "quant_scales: expected a list of six tensors, got 5"):
+    with refused(module, "quant_scales: expected a list of six .*, got 5"):
         module.refit(weights, scales[:5])
     with refused(module, "weights: expected PreparedWeights"):
         module.refit(scales, scales)  # type: ignore[arg-type]

@@ -348,3 +348,8 @@ def test_another_tensor_over_the_memory_is_refused_and_changes_nothing(layer: La
         assert_same_bits(run(call), expected)
     prepare(alias, T)
     assert_same_bits(run({**call, "workspace_buffer": alias}), expected)
+
+
+def test_a_shared_workspace_names_an_unsupported_device() -> None:
+    with pytest.raises(ValueError, match="device: expected cpu or cuda, got mps"):
+        cake.SharedWorkspace(2, "mps")

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from cake import log
+from cake.options import DTYPES
 from cake.support import GROUP_SIZE, KIMI_K3, MAX_TOKENS
 
 _SF_DTYPES = (torch.uint8, torch.float8_e4m3fn)
@@ -57,7 +58,8 @@ def _check_one_scale(name: str, scale: Tensor, device: torch.device) -> None:
 
 def _check_workspace(workspace: Tensor, device: torch.device) -> None:
     _check_dim("workspace_buffer", workspace, 1)
-    _check("workspace_buffer", workspace, (torch.uint8, torch.int8), tuple(workspace.shape), device)
+    shape = tuple(workspace.shape)
+    _check("workspace_buffer", workspace, DTYPES["workspace_buffer"], shape, device)
 
 
 def check_fused_moe(
@@ -88,14 +90,18 @@ def check_fused_moe(
             tokens <= MAX_TOKENS,
             lambda: f"input: expected at most {MAX_TOKENS} tokens, got {tokens}",
         )
-    _check("input", input, (torch.bfloat16,), (tokens, h), device)
-    _check("token_selected_experts", topk_ids, (torch.int32, torch.int64), (tokens, k), device)
-    _check("token_final_scales", topk_weights, (torch.bfloat16, torch.float32), (tokens, k), device)
-    _check("fc1_expert_weights", w13, (torch.uint8,), (e, 2 * i, h // 2), device)
-    _check("fc2_expert_weights", w2, (torch.uint8,), (e, h, i // 2), device)
+
+    def check(name: str, tensor: Tensor, *sizes: int) -> None:
+        _check(name, tensor, DTYPES[name], sizes, device)
+
+    check("input", input, tokens, h)
+    check("token_selected_experts", topk_ids, tokens, k)
+    check("token_final_scales", topk_weights, tokens, k)
+    check("fc1_expert_weights", w13, e, 2 * i, h // 2)
+    check("fc2_expert_weights", w2, e, h, i // 2)
     _check_one_scale("quant_scales[0]", input_scale, device)
-    _check("quant_scales[1]", w13_sf, _SF_DTYPES, (e, 2 * i, h // GROUP_SIZE), device)
-    _check("quant_scales[4]", w2_sf, _SF_DTYPES, (e, h, i // GROUP_SIZE), device)
+    check("quant_scales[1]", w13_sf, e, 2 * i, h // GROUP_SIZE)
+    check("quant_scales[4]", w2_sf, e, h, i // GROUP_SIZE)
     per_expert = {
         "quant_scales[2]": fc1_alpha,
         "quant_scales[3]": fc2_input_scale,
@@ -105,8 +111,8 @@ def check_fused_moe(
     }
     for name, tensor in per_expert.items():
         if tensor is not None:
-            _check(name, tensor, (torch.float32,), (e,), device)
-    _check("output", output, (torch.bfloat16,), (tokens, h), device)
+            check(name, tensor, e)
+    check("output", output, tokens, h)
     _check_workspace(workspace, device)
 
 

@@ -13,7 +13,6 @@ from cake.config import ActivationType
 
 WEIGHT_LAYOUT: Final = "trtllm_shuffled_nvfp4_group16"
 _UNSET: Final = object()
-_QUANT_SCALES: Final = 6
 
 
 def cutlass_fused_moe(
@@ -179,13 +178,7 @@ def cutlass_fused_moe(
             "enable_pdl: expected None or True (every stage uses programmatic dependent launch), "
             "got False"
         )
-    if not isinstance(quant_scales, (list, tuple)) or len(quant_scales) != _QUANT_SCALES:
-        several = isinstance(quant_scales, (list, tuple))
-        got = len(quant_scales) if several else type(quant_scales).__name__
-        raise ValueError(
-            "quant_scales: expected a list of six tensors (qX, FC1 block scales, dX*dW13, qA, "
-            f"FC2 block scales, dA*dW2), got {got}"
-        )
+    options.check_scales(quant_scales)
     tensors = (
         input,
         token_selected_experts,

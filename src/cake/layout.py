@@ -28,9 +28,14 @@ ROW_TILE = 128
 COLUMN_TILE = 4
 
 
-def _require_multiple(name: str, value: int, multiple: int) -> None:
+def require_integer(name: str, value: object) -> None:
+    """Refuse what is no integer (DTypeError) by name; a bool is none."""
     if isinstance(value, bool) or not isinstance(value, SupportsIndex):
         raise DTypeError(f"{name}: expected an integer, got {value!r}")
+
+
+def _require_multiple(name: str, value: int, multiple: int) -> None:
+    require_integer(name, value)
     if value <= 0 or value % multiple:
         raise ValueError(f"{name}: expected a positive multiple of {multiple}, got {value}")
 

@@ -9,7 +9,7 @@ from typing import Any, Literal, NoReturn
 import torch
 from torch import Tensor, nn
 
-from cake import api, errors, support
+from cake import api, errors, options, support
 from cake.config import ActivationType
 from cake.modelopt import ModelOptLayer
 from cake.prepared_weights import PreparedWeights, check_expert, check_tensor
@@ -344,10 +344,7 @@ def _buffers(weights: PreparedWeights, quant_scales: Sequence[Tensor]) -> dict[s
     """Check the arguments, and give their tensors by the names of the buffers."""
     if not isinstance(weights, PreparedWeights):
         raise errors.DTypeError(f"weights: expected PreparedWeights, got {type(weights).__name__}")
-    if not isinstance(quant_scales, (list, tuple)) or len(quant_scales) != len(_SCALES):
-        several = isinstance(quant_scales, (list, tuple))
-        got = len(quant_scales) if several else type(quant_scales).__name__
-        raise ValueError(f"quant_scales: expected a list of six tensors, got {got}")
+    options.check_scales(quant_scales)
     tensors = weights.tensors()
     for i, (name, scale) in enumerate(zip(_SCALES, quant_scales, strict=True)):
         if name not in tensors:
@@ -364,10 +361,8 @@ def _buffers(weights: PreparedWeights, quant_scales: Sequence[Tensor]) -> dict[s
     return tensors
 
 
-def _scale(name: str, scale: object, count: int, like: Tensor) -> Tensor:
+def _scale(name: str, scale: Tensor, count: int, like: Tensor) -> Tensor:
     """Check a scale and copy it: where one tensor was given for two, writing both would fail."""
-    if not isinstance(scale, Tensor):
-        raise errors.DTypeError(f"{name}: expected a torch.Tensor, got {type(scale).__name__}")
     check_tensor(name, scale, torch.float32, (count,))
     if scale.device != like.device:
         raise ValueError(f"{name}: expected a tensor on {like.device}, got one on {scale.device}")

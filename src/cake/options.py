@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -120,9 +120,20 @@ TENSORS = (
 OPTIONAL = ("situ_beta", "situ_linear_beta", "output", "workspace_buffer")
 
 
+def check_scales(quant_scales: Sequence[Tensor]) -> None:
+    """Raise unless these are six; that they are tensors is for `check_tensors`."""
+    several = isinstance(quant_scales, (list, tuple))
+    if not several or len(quant_scales) != 6:
+        got = len(quant_scales) if several else type(quant_scales).__name__
+        raise ValueError(
+            "quant_scales: expected a list of six tensors (qX, FC1 block scales, dX*dW13, qA, "
+            f"FC2 block scales, dA*dW2), got {got}"
+        )
+
+
 _FLOAT, _BYTES = (torch.float32,), (torch.uint8,)
 _SCALES = (torch.uint8, torch.float8_e4m3fn)
-_DTYPES: dict[str, tuple[torch.dtype, ...]] = {
+DTYPES: dict[str, tuple[torch.dtype, ...]] = {
     "input": (torch.bfloat16,),
     "token_selected_experts": (torch.int32, torch.int64),
     "token_final_scales": (torch.bfloat16, torch.float32),
@@ -142,8 +153,8 @@ def check_dtype(name: str, value: Tensor) -> None:
     The operator does as well, but of some dtypes (float4_e2m1fn_x2, float8_e8m0fnu) torch's stable
     interface cannot tell it the name.
     """
-    if value.dtype not in _DTYPES[name]:
-        expected = " or ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES[name])
+    if value.dtype not in DTYPES[name]:
+        expected = " or ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES[name])
         got = str(value.dtype).removeprefix("torch.")
         raise errors.DTypeError(f"{name}: expected {expected}, got {got}")
 

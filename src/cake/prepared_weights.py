@@ -7,7 +7,7 @@ decode scales that its bytes were made with: ``W ~= e2m1 * e4m3 * scale[e]``.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, SupportsIndex
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from .layout import (
     fc1_row_order,
     fc2_row_order,
     invert_order,
+    require_integer,
 )
 from .quantize import BLOCK, dequantize
 
@@ -251,8 +252,7 @@ def check_tensor(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int
 
 def check_expert(out: PreparedWeights, expert: int) -> None:
     """Refuse what is no integer (DTypeError), and an expert outside 0 .. E-1 (ValueError)."""
-    if isinstance(expert, bool) or not isinstance(expert, SupportsIndex):
-        raise DTypeError(f"expert: expected an integer, got {expert!r}")
+    require_integer("expert", expert)
     if not 0 <= expert < out.num_experts:
         raise ValueError(f"expert: expected 0 .. {out.num_experts - 1}, got {expert}")
 

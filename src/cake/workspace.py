@@ -45,16 +45,13 @@ def _has_memory(workspace: Tensor) -> bool:
     return not workspace.is_meta and not isinstance(workspace, FakeTensor)
 
 
-def forget_if_moved(workspace: Tensor) -> None:
-    """Drop the entry at this address unless `workspace` has the storage that was prepared.
+def _other_owner(workspace: Tensor) -> weakref.ref[torch.UntypedStorage] | None:
+    """Return the owner of the entry at this address, if it is not the storage of `workspace`.
 
     A buffer prepared by the operator itself has no entry here: its user keeps track of its life.
     """
-    if _has_memory(workspace):
-        place = _place(workspace)
-        owner = _owners.get(place)
-        if owner is not None and owner() is not workspace.untyped_storage():
-            _forget(place, owner)
+    owner = _owners.get(_place(workspace)) if _has_memory(workspace) else None
+    return owner if owner is not None and owner() is not workspace.untyped_storage() else None
 
 
 def check_owner(workspace: Tensor) -> None:
@@ -67,19 +64,17 @@ def check_owner(workspace: Tensor) -> None:
     ValueError
         The other tensor is alive and still there.
     """
-    if not _has_memory(workspace):
+    other = _other_owner(workspace)
+    if other is None:
         return
-    place = _place(workspace)
-    reference = _owners.get(place)
-    if reference is None or (owner := reference()) is workspace.untyped_storage():
-        return
-    if owner is not None and 0 <= place[1] - owner.data_ptr() < owner.nbytes():
+    storage = other()
+    if storage is not None and 0 <= workspace.data_ptr() - storage.data_ptr() < storage.nbytes():
         raise ValueError(
             "workspace_buffer: expected the prepared buffer or a view of it, got another tensor "
             "over its memory; pass the one given to cake_fused_moe_prepare_workspace, or prepare "
             "this one"
         )
-    _forget(place, reference)
+    _forget(_place(workspace), other)
 
 
 def token_count(name: str, value: object) -> int:
@@ -124,7 +119,9 @@ def prepare(workspace: Tensor, num_tokens: int | Iterable[int]) -> None:
                 f"workspace_buffer: expected {end} bytes in its storage, got {available}: the "
                 "storage was resized under the tensor"
             )
-    forget_if_moved(workspace)
+    other = _other_owner(workspace)
+    if other is not None:
+        _forget(_place(workspace), other)
     try:
         torch.ops.cake.prepare_workspace(workspace, counts)
     except RuntimeError as error:
